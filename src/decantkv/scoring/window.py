@@ -1,0 +1,160 @@
+"""What one attention call saw, as every method and implementation receives it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class AttentionWindow:
+    """The last w queries of a prompt with all of its keys and values.
+
+    A *row* is one of the g·w (query head, window position) pairs that share a KV head. Row i of the window stands
+    at key position N − w + i and sees the keys up to it. Pads, if any, are the leftmost keys of a batch row.
+
+    Attributes:
+        q: [B, HQ, w, D] queries as the model's attention used them, after norms and RoPE.
+        k: [B, H, N, D] keys, one per KV head, never repeated. The last dimension is contiguous, the rest free.
+        v: [B, H, N, Dv] values.
+        scale: factor of q·k before the softmax.
+        lengths: [B] int64, the real keys of each batch row, or None when all N are real.
+        softcap: c of c·tanh(s/c) applied to the scaled logits, or None.
+        sink_logits: [HQ] a learned logit per query head that joins the softmax's denominator with value 0, or None.
+        mask: [B or 1, 1, w, N] bool, True where a row sees a key, or None for causal with the pads hidden. A mask
+            is given only where the model's own differs from that.
+        out: [B, HQ, w, Dv] the model's own output of these rows, or None. A hint: an implementation may use it.
+        lse: [B, HQ, w] float32, the natural log of the same rows' softmax denominators, or None. A hint.
+        layer_idx: which layer this is, for methods whose choice depends on it.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: float
+    lengths: Tensor | None = None
+    softcap: float | None = None
+    sink_logits: Tensor | None = None
+    mask: Tensor | None = None
+    out: Tensor | None = None
+    lse: Tensor | None = None
+    layer_idx: int = 0
+
+    @property
+    def batch(self) -> int:
+        """B."""
+        return self.k.shape[0]
+
+    @property
+    def num_kv_heads(self) -> int:
+        """H."""
+        return self.k.shape[1]
+
+    @property
+    def group_size(self) -> int:
+        """g = HQ/H, the query heads that share a KV head."""
+        return self.q.shape[1] // self.k.shape[1]
+
+    @property
+    def window(self) -> int:
+        """w, the query positions."""
+        return self.q.shape[2]
+
+    @property
+    def kv_len(self) -> int:
+        """N."""
+        return self.k.shape[2]
+
+    def real(self, start: int = 0, stop: int | None = None) -> Tensor:
+        """[B or 1, stop − start] bool: which keys are no pads."""
+        position = torch.arange(start, self.kv_len if stop is None else stop, device=self.k.device)
+        if self.lengths is None:
+            return torch.ones_like(position, dtype=torch.bool)[None]
+        return position >= (self.kv_len - self.lengths.to(position.device))[:, None]
+
+    def visible(self, start: int = 0, stop: int | None = None) -> Tensor:
+        """[B or 1, 1, 1, w, stop − start] bool: which of the keys [start, stop) each row sees."""
+        stop = self.kv_len if stop is None else stop
+        if self.mask is not None:
+            return self.mask[:, None, :, :, start:stop] & self.real(start, stop)[:, None, None, None]
+        position = torch.arange(start, stop, device=self.k.device)
+        row = torch.arange(self.kv_len - self.window, self.kv_len, device=self.k.device)
+        causal = position <= row[:, None]
+        return causal[None, None, None] & self.real(start, stop)[:, None, None, None]
+
+
+def make_window(
+    q_window: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None = None,
+    lengths: Tensor | None = None,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
+    mask: Tensor | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    layer_idx: int = 0,
+) -> AttentionWindow:
+    """Check the tensors of an attention call against each other and bind them; shapes as in `AttentionWindow`.
+
+    Args:
+        scale: None means 1/√D.
+
+    Raises:
+        TypeError: a tensor is not a floating-point tensor.
+        ValueError: shapes, devices or values that do not fit together; the message names the argument.
+    """
+    for name, tensor in (("q_window", q_window), ("k", k), ("v", v)):
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+            raise TypeError(f"{name}: expected a floating-point tensor, got {_describe(tensor)}")
+        if tensor.dim() != 4:
+            raise ValueError(f"{name}: expected 4 dimensions [batch, heads, positions, head_dim], got {tensor.dim()}")
+    batch, heads, kv_len, head_dim = k.shape
+    if q_window.shape[0] != batch or q_window.shape[3] != head_dim:
+        raise ValueError(
+            f"q_window: expected [{batch}, heads, window, {head_dim}] to fit k, got {list(q_window.shape)}"
+        )
+    if v.shape[:3] != k.shape[:3]:
+        raise ValueError(f"v: expected [{batch}, {heads}, {kv_len}, head_dim] to fit k, got {list(v.shape)}")
+    if heads == 0 or q_window.shape[1] % heads or q_window.shape[1] == 0:
+        raise ValueError(f"q_window: expected a multiple of k's {heads} KV heads, got {q_window.shape[1]} heads")
+    if not 1 <= q_window.shape[2] <= kv_len:
+        raise ValueError(f"q_window: expected 1 to {kv_len} window positions (k's length), got {q_window.shape[2]}")
+    if len({q_window.device, k.device, v.device}) != 1:
+        raise ValueError(f"q_window, k, v: expected one device, got {q_window.device}, {k.device}, {v.device}")
+    scale = 1.0 / math.sqrt(head_dim) if scale is None else float(scale)
+    if not math.isfinite(scale):
+        raise ValueError(f"scale: expected a finite number, got {scale}")
+    _check_optional("lengths", lengths, (batch,))
+    _check_optional("sink_logits", sink_logits, (q_window.shape[1],))
+    _check_optional("out", out, (*q_window.shape[:3], v.shape[3]))
+    _check_optional("lse", lse, tuple(q_window.shape[:3]))
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap: expected a positive number or None, got {softcap}")
+    if mask is not None:
+        fits = mask.dim() == 4 and mask.shape[0] in (1, batch) and mask.shape[1:] == (1, q_window.shape[2], kv_len)
+        if not fits or mask.dtype != torch.bool:
+            raise ValueError(
+                f"mask: expected bool [1 or {batch}, 1, {q_window.shape[2]}, {kv_len}], got {_describe(mask)}"
+            )
+    return AttentionWindow(
+        q_window, k, v, scale, lengths, softcap, sink_logits, mask, out, lse, layer_idx
+    )
+
+
+def _describe(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    return type(value).__name__
+
+
+def _check_optional(name: str, tensor: Tensor | None, shape: tuple[int, ...]) -> None:
+    if tensor is None:
+        return
+    if not isinstance(tensor, Tensor) or tuple(tensor.shape) != shape:
+        raise ValueError(f"{name}: expected a tensor {list(shape)}, got {_describe(tensor)}")
