@@ -1,0 +1,1 @@
+"""The method's mathematics, made to run: an oracle, bounds, exhaustive search, and `verify`."""
