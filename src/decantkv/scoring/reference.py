@@ -79,9 +79,9 @@ def perturbation(win: AttentionWindow, *, reduce: str = "sum") -> Tensor:
     """
     rows = softmax(win)
     v = win.v.to(rows.a.dtype)
-    distance = torch.cdist(
-        rows.a.flatten(2, 3), v, compute_mode="donot_use_mm_for_euclid_dist"
-    ).unflatten(2, (win.group_size, win.window))
+    distance = torch.cdist(rows.a.flatten(2, 3), v, compute_mode="donot_use_mm_for_euclid_dist").unflatten(
+        2, (win.group_size, win.window)
+    )
     cost = rows.odds * distance
     v_top = v[:, :, None].expand(*rows.odds.shape[:3], *v.shape[2:])
     v_top = v_top.gather(3, rows.top.expand(*rows.top.shape[:-1], v.shape[-1]))

@@ -1,0 +1,66 @@
+"""The tensor-level calls for engines: `score`; it imports neither transformers nor triton until needed."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+from torch import Tensor
+
+from decantkv.methods import Method, resolve
+from decantkv.options import Impl, expect_choice
+from decantkv.scoring.window import make_window
+
+
+def score(
+    q_window: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    method: str | Method = "dropkv",
+    scale: float | None = None,
+    lengths: Tensor | None = None,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
+    mask: Tensor | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    impl: Impl = "auto",
+    **options: Any,  # noqa: ANN401 - each method has its own options
+) -> Tensor:
+    """Score every cached token by how costly it is to lose.
+
+    Args:
+        q_window: [B, HQ, w, D] the prompt's last w queries, as the attention used them (after norms and RoPE).
+        k: [B, H, N, D] keys; HQ is a multiple of H. Last dimension contiguous, other strides free.
+        v: [B, H, N, Dv] values.
+        method: a name, "name:preset", or a `Method`; `options` are the named method's own.
+        scale: factor of q·k; None means 1/√D.
+        lengths: [B] real keys of each batch row; the N − length leftmost keys are pads.
+        softcap: c of c·tanh(s/c) on the scaled logits, or None.
+        sink_logits: [HQ] learned logits that join the softmax's denominator with value 0, or None.
+        mask: [B or 1, 1, w, N] bool, True where a window row sees a key; None for causal with the pads hidden.
+        out: [B, HQ, w, Dv] the attention's own output of the window's rows; with `lse`, lets kernels skip a pass.
+        lse: [B, HQ, w] float32 natural log of the rows' softmax denominators.
+        impl: "auto", "reference", "torch" or "triton".
+
+    Returns:
+        [B, H, N] float32, unpooled; higher = keep.
+
+    Raises:
+        TypeError, ValueError: an argument out of its range; the message names it, what was expected and what came.
+    """
+    expect_choice("impl", impl, get_args(Impl))
+    chosen = resolve(method, **options)
+    win = make_window(
+        q_window,
+        k,
+        v,
+        scale=scale,
+        lengths=lengths,
+        softcap=softcap,
+        sink_logits=sink_logits,
+        mask=mask,
+        out=out,
+        lse=lse,
+    )
+    return chosen.score(win, impl=impl)

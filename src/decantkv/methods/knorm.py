@@ -1,0 +1,30 @@
+"""KNorm: A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression (arXiv 2406.11430)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from decantkv.methods.base import Method
+from decantkv.options import Impl
+from decantkv.scoring.window import AttentionWindow
+
+
+@dataclass(frozen=True)
+class KNorm(Method):
+    """Keep the tokens with the smallest key norms, which tend to attract attention. Looks at no query."""
+
+    name: ClassVar[str] = "knorm"
+    kind: ClassVar = "heuristic"
+    source: ClassVar[str] = "arXiv 2406.11430"
+    formula: ClassVar[str] = "−‖k‖"
+    presets: ClassVar = {"paper": {}, "shared": {"window": 8}}
+
+    def score(self, win: AttentionWindow, *, impl: Impl = "auto") -> Tensor:
+        """[B, H, N] float32: −‖k_j‖, accumulated in float32 because bf16 norms mostly tie."""
+        return -torch.linalg.vector_norm(
+            win.k, dim=-1, dtype=torch.promote_types(win.k.dtype, torch.float32)
+        ).float()

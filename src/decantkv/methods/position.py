@@ -1,0 +1,80 @@
+"""Methods that look at positions alone: StreamingLLM (arXiv 2309.17453), sliding window, and the controls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from decantkv.methods.base import Method
+from decantkv.options import Impl, expect_int
+from decantkv.scoring.window import AttentionWindow
+
+
+@dataclass(frozen=True)
+class Sliding(Method):
+    """Keep the most recent tokens and nothing else."""
+
+    name: ClassVar[str] = "sliding"
+    kind: ClassVar = "heuristic"
+    source: ClassVar[str] = "sliding-window attention"
+    formula: ClassVar[str] = "position"
+
+    def score(self, win: AttentionWindow, *, impl: Impl = "auto") -> Tensor:
+        """[B, H, N] float32: the key's position."""
+        position = torch.arange(win.kv_len, dtype=torch.float32, device=win.k.device)
+        return position.expand(win.k.shape[:3])
+
+
+@dataclass(frozen=True)
+class Streaming(Sliding):
+    """StreamingLLM: keep the first tokens, which act as attention sinks, and the most recent ones.
+
+    Kept tokens keep their own positions; the original renumbers them inside the cache.
+    """
+
+    name: ClassVar[str] = "streaming"
+    source: ClassVar[str] = "arXiv 2309.17453"
+    formula: ClassVar[str] = "position, first 4 kept"
+    presets: ClassVar = {"paper": {}}
+
+    sinks: int = 4
+
+
+@dataclass(frozen=True)
+class Recent(Sliding):
+    """Control: the most recent tokens under the protection that the compared methods enjoy."""
+
+    name: ClassVar[str] = "recent"
+    kind: ClassVar = "control"
+    source: ClassVar[str] = "control"
+
+    window: int = 8
+
+
+@dataclass(frozen=True)
+class Random(Method):
+    """Control: tokens at random, a choice of its own per layer, head and batch row, the same for the same seed.
+
+    Attributes:
+        seed: of the choice; runs with one seed agree whatever the device.
+    """
+
+    name: ClassVar[str] = "random"
+    kind: ClassVar = "control"
+    source: ClassVar[str] = "control"
+    formula: ClassVar[str] = "uniform noise"
+
+    window: int = 8
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        expect_int("Random.seed", self.seed, at_least=0)
+
+    def score(self, win: AttentionWindow, *, impl: Impl = "auto") -> Tensor:
+        """[B, H, N] float32: uniform noise."""
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + win.layer_idx)
+        return torch.rand(win.k.shape[:3], generator=generator).to(win.k.device)

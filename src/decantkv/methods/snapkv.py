@@ -1,0 +1,43 @@
+"""SnapKV: LLM Knows What You are Looking for Before Generation (arXiv 2404.14469)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from decantkv import scoring
+from decantkv.methods.base import Method
+from decantkv.options import Impl, Pool, PoolScope
+from decantkv.scoring.window import AttentionWindow
+
+
+@dataclass(frozen=True)
+class SnapKV(Method):
+    """Keep the tokens to which the window's queries attend most, pooled over the keys before the window."""
+
+    name: ClassVar[str] = "snapkv"
+    kind: ClassVar = "heuristic"
+    source: ClassVar[str] = "arXiv 2404.14469"
+    formula: ClassVar[str] = "Σ_i p"
+    presets: ClassVar = {
+        "paper": {},
+        "kvpress": {"window": 64, "pool": "avg", "kernel_size": 5},
+        "kvcache-factory": {"window": 8},
+        "shared": {"window": 8, "pool": "max", "kernel_size": 11, "pool_scope": "all"},
+    }
+
+    window: int = 32
+    pool: Pool = "max"
+    kernel_size: int = 7
+    pool_scope: PoolScope = "prefix"
+
+    @classmethod
+    def least_window(cls) -> int:
+        """One query row."""
+        return 1
+
+    def score(self, win: AttentionWindow, *, impl: Impl = "auto") -> Tensor:
+        """[B, H, N] float32: attention mass, summed over the window, mean over the group."""
+        return scoring.compute("attention_mass", win, impl=impl)

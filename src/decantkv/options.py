@@ -1,0 +1,66 @@
+"""Checks at the door: every message says which argument, what was expected, what came."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from numbers import Integral, Real
+from typing import Literal
+
+Impl = Literal["auto", "reference", "torch", "triton"]
+Quantity = Literal["perturbation", "attention_mass"]
+Reduce = Literal["sum", "max"]
+Pool = Literal["max", "avg", "none"]
+PoolScope = Literal["all", "prefix"]
+Allocation = Literal["uniform", "shared"]
+Span = tuple[int, int]
+
+
+def expect_choice(argument: str, value: object, choices: Collection[str]) -> None:
+    """Raise ValueError unless `value` is one of `choices`."""
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(f"{argument}: expected one of {', '.join(sorted(choices))}, got {value!r}")
+
+
+def expect_int(argument: str, value: object, *, at_least: int) -> int:
+    """The value as an int; raise TypeError unless it is a whole number, ValueError below `at_least`."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{argument}: expected a whole number of at least {at_least}, got {value!r}")
+    if value < at_least:
+        raise ValueError(f"{argument}: expected a whole number of at least {at_least}, got {value!r}")
+    return int(value)
+
+
+def expect_fraction(argument: str, value: object) -> float:
+    """The value as a float; raise TypeError unless it is a real number, ValueError outside [0, 1]."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{argument}: expected a number from 0 to 1, got {value!r}")
+    if math.isnan(value) or not 0 <= value <= 1:
+        raise ValueError(f"{argument}: expected a number from 0 to 1, got {value!r}")
+    return float(value)
+
+
+def expect_odd(argument: str, value: object) -> int:
+    """The value as an odd positive int, as a pooling kernel centred on its key must be."""
+    size = expect_int(argument, value, at_least=1)
+    if size % 2 == 0:
+        raise ValueError(
+            f"{argument}: expected an odd number, so that pooling is centred on its key, got {size}"
+        )
+    return size
+
+
+def expect_spans(argument: str, spans: object) -> tuple[Span, ...]:
+    """Spans (start, stop) of prompt positions, stop excluded; raise unless 0 ≤ start < stop in each."""
+    if isinstance(spans, str) or not isinstance(spans, Sequence):
+        raise TypeError(f"{argument}: expected a list of (start, stop) pairs, got {spans!r}")
+    checked = []
+    for span in spans:
+        if isinstance(span, str) or not isinstance(span, Sequence) or len(span) != 2:
+            raise TypeError(f"{argument}: expected (start, stop) pairs, got {span!r}")
+        start = expect_int(f"{argument} start", span[0], at_least=0)
+        stop = expect_int(f"{argument} stop", span[1], at_least=0)
+        if start >= stop:
+            raise ValueError(f"{argument}: expected start below stop, got ({start}, {stop})")
+        checked.append((start, stop))
+    return tuple(checked)

@@ -1,0 +1,65 @@
+"""Scores from tensors: pick an implementation, never another one than was named."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING, Any, get_args
+
+import torch
+from torch import Tensor
+
+from decantkv.options import Impl, Quantity, Reduce, expect_choice
+
+if TYPE_CHECKING:
+    from decantkv.scoring.window import AttentionWindow
+
+# a submodule named like a package would shadow that package here, hence "tiled"
+_MODULES: dict[str, str] = {"reference": "reference", "torch": "tiled", "triton": "triton"}
+
+
+def compute(
+    quantity: Quantity, win: AttentionWindow, *, impl: Impl = "auto", reduce: Reduce = "sum"
+) -> Tensor:
+    """One window quantity per key, from the named implementation.
+
+    Args:
+        quantity: "perturbation" (DropKV's cost) or "attention_mass" (SnapKV's).
+        impl: "reference", "torch" or "triton"; "auto" takes triton on CUDA where its kernels cover the input, else
+            torch.
+        reduce: over a KV head's rows: "sum" (sum over the window, mean over the group) or "max" (over both).
+
+    Returns:
+        [B, H, N] float32; costs below float32's smallest normal number are 0.
+
+    Raises:
+        ValueError: an unknown quantity, implementation or reduction, or an implementation that cannot take this
+            input, with the reason.
+    """
+    expect_choice("quantity", quantity, get_args(Quantity))
+    expect_choice("impl", impl, get_args(Impl))
+    expect_choice("reduce", reduce, get_args(Reduce))
+    chosen = _choose(quantity, win, reduce) if impl == "auto" else impl
+    if impl == "triton" and (reason := _triton_unsupported(quantity, win, reduce)):
+        raise ValueError(f"impl: expected one that can take this input, got 'triton': {reason}")
+    module = _module(chosen)
+    scores: Tensor = getattr(module, quantity)(win, reduce=reduce).to(torch.float32)
+    return (
+        scores.masked_fill(scores < torch.finfo(torch.float32).tiny, 0.0) if chosen == "reference" else scores
+    )
+
+
+def _choose(quantity: Quantity, win: AttentionWindow, reduce: Reduce) -> Impl:
+    on_gpu = win.k.is_cuda and importlib.util.find_spec("triton") is not None
+    return "triton" if on_gpu and _triton_unsupported(quantity, win, reduce) is None else "torch"
+
+
+def _triton_unsupported(quantity: Quantity, win: AttentionWindow, reduce: Reduce) -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed (pip install decantkv[triton])"
+    reason: str | None = _module("triton").unsupported(win, quantity=quantity, reduce=reduce)
+    return reason
+
+
+def _module(impl: Impl) -> Any:  # noqa: ANN401 - a module with the functions named by Quantity
+    return importlib.import_module(f"decantkv.scoring.{_MODULES[impl]}")

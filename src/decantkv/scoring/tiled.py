@@ -1,0 +1,176 @@
+"""The scores in plain torch on any device, streaming tiles of keys so that scratch never grows with N.
+
+Two passes. The first folds tiles into each row's softmax state, which carries the largest key apart from the rest so
+that an attention sink stays exact; the second turns each tile into scores. Tensors of rows are [B, H, g, w, T].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from decantkv.scoring.window import AttentionWindow
+
+SCRATCH_BYTES = 16 * 2**20  # what one tile may hold; a pass keeps about this much alive beside the scores
+TINY = torch.finfo(torch.float32).tiny
+
+
+class RowState(NamedTuple):
+    """A row's softmax over the keys seen so far: the largest key, and the running softmax of all others."""
+
+    m_top: Tensor  # [B, H, g, w] logit of the largest key; −inf before any
+    top: Tensor  # [B, H, g, w] its index
+    m_rest: Tensor  # [B, H, g, w] largest logit among the others
+    l_rest: Tensor  # [B, H, g, w] Σ exp(s − m_rest) over the others
+    acc_rest: Tensor  # [B, H, g, w, Dv] Σ exp(s − m_rest) v over the others
+
+
+def perturbation(win: AttentionWindow, *, reduce: str = "sum") -> Tensor:
+    """DropKV's cost; the formula and the result are `reference.perturbation`'s, as [B, H, N] float32."""
+    state = _fold(win)
+    v_top = _values_at(win, state.top)
+    a_rest = state.acc_rest / state.l_rest.where(state.l_rest > 0, 1.0)[..., None]
+    p_top = _p_top(state)
+    a = p_top[..., None] * v_top + (1 - p_top)[..., None] * a_rest
+    a_norm = a.square().sum(-1)
+    scores = torch.empty(win.k.shape[:3], dtype=torch.float32, device=win.k.device)
+    for start, stop, s in _tiles(win):
+        v = _rows_of(win.v, start, stop)
+        distance = a_norm[..., None] + v.square().sum(-1)[..., None, :] - 2 * (a @ v.mT)
+        cost = _odds(s, state, start).square_().mul_(distance.clamp_min_(0))
+        scores[:, :, start:stop] = _reduce(cost, reduce)
+    # Lemma 1 in its other form, p·‖a₋ⱼ − v_j‖, for the one key a row whose odds may be huge.
+    cost_top = (p_top * torch.linalg.vector_norm(a_rest - v_top, dim=-1)).square()
+    return _add_top(scores, state, cost_top.to(torch.float32), reduce, win.group_size)
+
+
+def attention_mass(win: AttentionWindow, *, reduce: str = "sum") -> Tensor:
+    """SnapKV's attention mass; the formula is `reference.attention_mass`'s, as [B, H, N] float32."""
+    state = _fold(win)
+    scores = torch.empty(win.k.shape[:3], dtype=torch.float32, device=win.k.device)
+    for start, stop, s in _tiles(win):
+        odds = _odds(s, state, start)
+        scores[:, :, start:stop] = _reduce(odds / (1 + odds), reduce)
+    return _add_top(scores, state, _p_top(state).to(torch.float32), reduce, win.group_size)
+
+
+def _dtype(win: AttentionWindow) -> torch.dtype:
+    return torch.promote_types(torch.promote_types(win.k.dtype, win.v.dtype), torch.float32)
+
+
+def _tile_length(win: AttentionWindow) -> int:
+    rows = win.q.shape[1] * win.window
+    width = win.k.shape[3] + win.v.shape[3]
+    per_key = win.batch * torch.finfo(_dtype(win)).bits // 8 * (4 * rows + 2 * win.num_kv_heads * width)
+    return min(win.kv_len, max(16, SCRATCH_BYTES // per_key))
+
+
+def _rows_of(x: Tensor, start: int, stop: int) -> Tensor:
+    """[B, H, N, D] to a tile [B, H, 1, T, D] in the precision of the computation."""
+    tile = x[:, :, None, start:stop]
+    return tile.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _tiles(win: AttentionWindow) -> Iterator[tuple[int, int, Tensor]]:
+    """Tiles of keys with their logits [B, H, g, w, T], −inf where a row does not see a key."""
+    q = win.q.to(_dtype(win)).unflatten(1, (win.num_kv_heads, win.group_size)) * win.scale
+    length = _tile_length(win)
+    for start in range(0, win.kv_len, length):
+        stop = min(start + length, win.kv_len)
+        s = q @ _rows_of(win.k, start, stop).mT
+        if win.softcap is not None:
+            s = s.div_(win.softcap).tanh_().mul_(win.softcap)
+        yield start, stop, s.masked_fill_(~win.visible(start, stop), -torch.inf)
+
+
+def _fold(win: AttentionWindow) -> RowState:
+    """First pass: every row's softmax state over all keys, and over its learned sink if the model has one."""
+    state: RowState | None = None
+    for start, stop, s in _tiles(win):
+        m_top, top = s.max(-1)
+        s = s.scatter_(-1, top[..., None], -torch.inf)
+        m_rest = s.amax(-1)
+        e = torch.exp(s - _finite(m_rest)[..., None])
+        tile = RowState(m_top, top + start, m_rest, e.sum(-1), e @ _rows_of(win.v, start, stop))
+        state = tile if state is None else _merge(win, state, tile)
+    if state is None:
+        raise ValueError("k: expected at least one key, got none")
+    if win.sink_logits is not None:
+        sink = win.sink_logits.to(state.m_rest.dtype).view(1, win.num_kv_heads, win.group_size, 1)
+        state = _add_rest(state, sink.expand_as(state.m_rest), torch.zeros_like(state.acc_rest))
+    return state
+
+
+def _merge(win: AttentionWindow, left: RowState, right: RowState) -> RowState:
+    """Join two states; the smaller of the two largest keys joins the rest. Ties keep the lower index."""
+    right_wins = right.m_top > left.m_top
+    loser = torch.where(right_wins, left.top, right.top)
+    m_loser = torch.minimum(left.m_top, right.m_top)
+    m = torch.maximum(left.m_rest, right.m_rest)
+    scale_left, scale_right = torch.exp(left.m_rest - _finite(m)), torch.exp(right.m_rest - _finite(m))
+    state = RowState(
+        torch.maximum(left.m_top, right.m_top),
+        torch.where(right_wins, right.top, left.top),
+        m,
+        left.l_rest * scale_left + right.l_rest * scale_right,
+        left.acc_rest * scale_left[..., None] + right.acc_rest * scale_right[..., None],
+    )
+    return _add_rest(state, m_loser, _values_at(win, loser))
+
+
+def _add_rest(state: RowState, s: Tensor, v: Tensor) -> RowState:
+    """One more key a row, with logit s [B, H, g, w] and value v [B, H, g, w, Dv], joins the rest."""
+    m = torch.maximum(state.m_rest, s)
+    scale, e = torch.exp(state.m_rest - _finite(m)), torch.exp(s - _finite(m))
+    return state._replace(
+        m_rest=m,
+        l_rest=state.l_rest * scale + e,
+        acc_rest=state.acc_rest * scale[..., None] + e[..., None] * v,
+    )
+
+
+def _values_at(win: AttentionWindow, index: Tensor) -> Tensor:
+    """The values [B, H, g, w, Dv] of one key a row."""
+    flat = index.flatten(2)[..., None].expand(-1, -1, -1, win.v.shape[3])
+    return win.v.gather(2, flat).to(_dtype(win)).unflatten(2, index.shape[2:])
+
+
+def _rest_over_top(state: RowState) -> Tensor:
+    """(1 − p)/p of every row's largest key: Σ over the others of exp(s − m_top)."""
+    ratio = state.l_rest * torch.exp(_finite(state.m_rest) - _finite(state.m_top))
+    return torch.where(state.l_rest > 0, ratio, 0.0)
+
+
+def _p_top(state: RowState) -> Tensor:
+    return (state.m_top > -torch.inf) / (1 + _rest_over_top(state))
+
+
+def _odds(s: Tensor, state: RowState, start: int) -> Tensor:
+    """p/(1 − p) of a tile, 0 at every row's largest key; no other key exceeds p = ½, so nothing cancels."""
+    e = torch.exp(s - _finite(state.m_top)[..., None])
+    odds = e / ((1 + _rest_over_top(state))[..., None] - e)
+    inside = (state.top >= start) & (state.top < start + s.shape[-1])
+    local = torch.where(inside, state.top - start, 0)[..., None]
+    return odds.scatter_(-1, local, odds.gather(-1, local).masked_fill_(inside[..., None], 0.0))
+
+
+def _reduce(rows: Tensor, reduce: str) -> Tensor:
+    return rows.sum(3).mean(2) if reduce == "sum" else rows.amax((2, 3))
+
+
+def _add_top(scores: Tensor, state: RowState, cost: Tensor, reduce: str, group_size: int) -> Tensor:
+    """Give every row's largest key its own cost [B, H, g, w], in a fixed order so that repeats agree bit for bit."""
+    top, cost = state.top.flatten(2), cost.flatten(2)
+    for row in range(top.shape[2]):
+        index, value = top[:, :, row, None], cost[:, :, row, None]
+        here = scores.gather(2, index)
+        here = here + value / group_size if reduce == "sum" else torch.maximum(here, value)
+        scores.scatter_(2, index, here)
+    return scores.masked_fill_(scores < TINY, 0.0)
+
+
+def _finite(x: Tensor) -> Tensor:
+    return x.masked_fill(x == -torch.inf, 0.0)
