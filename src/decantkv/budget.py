@@ -30,7 +30,7 @@ class Budget:
 
         Raises:
             TypeError: not a number.
-            ValueError: outside the range, or not finite.
+            ValueError: outside the range, NaN included.
         """
         if isinstance(budget, Budget):
             return budget
@@ -41,16 +41,14 @@ class Budget:
             if budget < 1:
                 raise ValueError(f"budget: expected {wanted}, got {budget!r}")
             return cls(None, int(budget))
-        if not math.isfinite(budget) or not 0 < budget <= 1:
+        if not 0 < float(budget) <= 1:  # NaN included
             raise ValueError(f"budget: expected {wanted}, got {budget!r}")
         return cls(budget if isinstance(budget, Fraction) else Fraction(repr(float(budget))), None)
 
     def check_fixed(self, fixed: int, names: str) -> None:
         """Raise ValueError when a number of tokens is below what is always kept."""
         if self.tokens is not None and self.tokens < fixed:
-            raise ValueError(
-                f"budget: expected at least {fixed} tokens, which {names} always keep, got {self.tokens}"
-            )
+            raise ValueError(f"budget: expected at least {fixed} tokens, which {names} always keep, got {self.tokens}")
 
     def n_keep(self, length: int, fixed: int) -> int:
         """Tokens kept of `length` real ones when `fixed` of them always are: min(n, max(⌊b·n⌋, fixed, 1))."""
@@ -70,9 +68,7 @@ def fixed_spans(length: int, *, window: int, sinks: int, protect: tuple[Span, ..
     """
     for start, stop in protect:
         if stop > length:
-            raise ValueError(
-                f"protect: expected spans inside the prompt's {length} tokens, got ({start}, {stop})"
-            )
+            raise ValueError(f"protect: expected spans inside the prompt's {length} tokens, got ({start}, {stop})")
     spans = [(0, min(sinks, length)), (max(0, length - window), length), *protect]
     merged: list[Span] = []
     for start, stop in sorted(span for span in spans if span[0] < span[1]):

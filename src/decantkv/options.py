@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Sequence
 from numbers import Integral, Real
 from typing import Literal
@@ -35,18 +34,17 @@ def expect_fraction(argument: str, value: object) -> float:
     """The value as a float; raise TypeError unless it is a real number, ValueError outside [0, 1]."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{argument}: expected a number from 0 to 1, got {value!r}")
-    if math.isnan(value) or not 0 <= value <= 1:
+    number = float(value)
+    if not 0 <= number <= 1:  # NaN included
         raise ValueError(f"{argument}: expected a number from 0 to 1, got {value!r}")
-    return float(value)
+    return number
 
 
 def expect_odd(argument: str, value: object) -> int:
     """The value as an odd positive int, as a pooling kernel centred on its key must be."""
     size = expect_int(argument, value, at_least=1)
     if size % 2 == 0:
-        raise ValueError(
-            f"{argument}: expected an odd number, so that pooling is centred on its key, got {size}"
-        )
+        raise ValueError(f"{argument}: expected an odd number, so that pooling is centred on its key, got {size}")
     return size
 
 

@@ -126,9 +126,7 @@ def select(
     spans = expect_spans("protect", protect)
     batch, heads, kv_len = scores.shape
     rows = _row_lengths(lengths, batch, kv_len)
-    fixed = [
-        fixed_spans(n, window=tail, sinks=expect_int("sinks", sinks, at_least=0), protect=spans) for n in rows
-    ]
+    fixed = [fixed_spans(n, window=tail, sinks=expect_int("sinks", sinks, at_least=0), protect=spans) for n in rows]
     counts = _row_counts(n_keep, rows, [count(s) for s in fixed])
 
     if allocation == "shared":
@@ -174,7 +172,7 @@ def _row_counts(n_keep: int | Sequence[int], rows: list[int], fixed: list[int]) 
         number = min(expect_int("n_keep", number, at_least=1), length)
         if number < least:
             raise ValueError(
-                f"n_keep: expected at least the {least} tokens that window, sinks and protected spans hold, got {number}"
+                f"n_keep: expected at least {least}, which window, sinks and protect always keep, got {number}"
             )
         counts.append(number)
     return counts

@@ -39,9 +39,7 @@ def resolve(method: str | Method, **options: Any) -> Method:  # noqa: ANN401 - e
     """
     if isinstance(method, Method):
         if options:
-            raise ValueError(
-                f"method: expected options inside the {type(method).__name__} instance, got {options}"
-            )
+            raise ValueError(f"method: expected options inside the {type(method).__name__} instance, got {options}")
         return method
     if not isinstance(method, str):
         raise TypeError(f"method: expected a name or a Method instance, got {method!r}")
@@ -53,7 +51,5 @@ def resolve(method: str | Method, **options: Any) -> Method:  # noqa: ANN401 - e
     cls = METHODS[name]
     known = [f.name for f in fields(cls)]
     if unknown := sorted(set(options) - set(known)):
-        raise TypeError(
-            f"{unknown[0]}: expected one of {name}'s options {', '.join(known)}, got an unknown option"
-        )
+        raise TypeError(f"{unknown[0]}: expected one of {name}'s options {', '.join(known)}, got an unknown option")
     return cls.preset(preset, **options) if preset else cls(**options)

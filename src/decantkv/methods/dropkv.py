@@ -9,7 +9,7 @@ from typing import ClassVar, get_args
 from torch import Tensor
 
 from decantkv import scoring
-from decantkv.methods.base import Method
+from decantkv.methods.base import Kind, Method
 from decantkv.options import Impl, Pool, Reduce, expect_choice
 from decantkv.scoring.window import AttentionWindow
 
@@ -25,7 +25,7 @@ class DropKV(Method):
     """
 
     name: ClassVar[str] = "dropkv"
-    kind: ClassVar = "exact singleton"
+    kind: ClassVar[Kind] = "exact singleton"
     source: ClassVar[str] = "DropKV (2026)"
     formula: ClassVar[str] = "Σ_i [p/(1−p)·‖a−v‖]²"
     presets: ClassVar = {

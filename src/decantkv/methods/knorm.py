@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from decantkv.methods.base import Method
+from decantkv.methods.base import Kind, Method
 from decantkv.options import Impl
 from decantkv.scoring.window import AttentionWindow
 
@@ -18,13 +18,12 @@ class KNorm(Method):
     """Keep the tokens with the smallest key norms, which tend to attract attention. Looks at no query."""
 
     name: ClassVar[str] = "knorm"
-    kind: ClassVar = "heuristic"
+    kind: ClassVar[Kind] = "heuristic"
     source: ClassVar[str] = "arXiv 2406.11430"
     formula: ClassVar[str] = "−‖k‖"
     presets: ClassVar = {"paper": {}, "shared": {"window": 8}}
 
     def score(self, win: AttentionWindow, *, impl: Impl = "auto") -> Tensor:
         """[B, H, N] float32: −‖k_j‖, accumulated in float32 because bf16 norms mostly tie."""
-        return -torch.linalg.vector_norm(
-            win.k, dim=-1, dtype=torch.promote_types(win.k.dtype, torch.float32)
-        ).float()
+        norm: Tensor = torch.linalg.vector_norm(win.k.to(torch.promote_types(win.k.dtype, torch.float32)), dim=-1)
+        return -norm.float()

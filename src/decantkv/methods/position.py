@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from decantkv.methods.base import Method
+from decantkv.methods.base import Kind, Method
 from decantkv.options import Impl, expect_int
 from decantkv.scoring.window import AttentionWindow
 
@@ -18,7 +18,7 @@ class Sliding(Method):
     """Keep the most recent tokens and nothing else."""
 
     name: ClassVar[str] = "sliding"
-    kind: ClassVar = "heuristic"
+    kind: ClassVar[Kind] = "heuristic"
     source: ClassVar[str] = "sliding-window attention"
     formula: ClassVar[str] = "position"
 
@@ -48,7 +48,7 @@ class Recent(Sliding):
     """Control: the most recent tokens under the protection that the compared methods enjoy."""
 
     name: ClassVar[str] = "recent"
-    kind: ClassVar = "control"
+    kind: ClassVar[Kind] = "control"
     source: ClassVar[str] = "control"
 
     window: int = 8
@@ -63,7 +63,7 @@ class Random(Method):
     """
 
     name: ClassVar[str] = "random"
-    kind: ClassVar = "control"
+    kind: ClassVar[Kind] = "control"
     source: ClassVar[str] = "control"
     formula: ClassVar[str] = "uniform noise"
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from decantkv import scoring
-from decantkv.methods.base import Method
+from decantkv.methods.base import Kind, Method
 from decantkv.options import Impl, Pool, PoolScope
 from decantkv.scoring.window import AttentionWindow
 
@@ -18,7 +18,7 @@ class SnapKV(Method):
     """Keep the tokens to which the window's queries attend most, pooled over the keys before the window."""
 
     name: ClassVar[str] = "snapkv"
-    kind: ClassVar = "heuristic"
+    kind: ClassVar[Kind] = "heuristic"
     source: ClassVar[str] = "arXiv 2404.14469"
     formula: ClassVar[str] = "Σ_i p"
     presets: ClassVar = {

@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 _MODULES: dict[str, str] = {"reference": "reference", "torch": "tiled", "triton": "triton"}
 
 
-def compute(
-    quantity: Quantity, win: AttentionWindow, *, impl: Impl = "auto", reduce: Reduce = "sum"
-) -> Tensor:
+def compute(quantity: Quantity, win: AttentionWindow, *, impl: Impl = "auto", reduce: Reduce = "sum") -> Tensor:
     """One window quantity per key, from the named implementation.
 
     Args:
@@ -44,9 +42,7 @@ def compute(
         raise ValueError(f"impl: expected one that can take this input, got 'triton': {reason}")
     module = _module(chosen)
     scores: Tensor = getattr(module, quantity)(win, reduce=reduce).to(torch.float32)
-    return (
-        scores.masked_fill(scores < torch.finfo(torch.float32).tiny, 0.0) if chosen == "reference" else scores
-    )
+    return scores.masked_fill(scores < torch.finfo(torch.float32).tiny, 0.0) if chosen == "reference" else scores
 
 
 def _choose(quantity: Quantity, win: AttentionWindow, reduce: Reduce) -> Impl:

@@ -33,7 +33,7 @@ class Softmax(NamedTuple):
 
 def logits(win: AttentionWindow, dtype: torch.dtype) -> Tensor:
     """s_ij = scale · ⟨q_i, k_j⟩, soft-capped where the model does so, −inf where row i does not see key j."""
-    q = win.q.to(dtype).unflatten(1, (win.num_kv_heads, win.group_size))
+    q = win.grouped_q().to(dtype)
     s = win.scale * (q @ win.k.to(dtype)[:, :, None].mT)
     if win.softcap is not None:
         s = win.softcap * torch.tanh(s / win.softcap)
@@ -79,10 +79,8 @@ def perturbation(win: AttentionWindow, *, reduce: str = "sum") -> Tensor:
     """
     rows = softmax(win)
     v = win.v.to(rows.a.dtype)
-    distance = torch.cdist(rows.a.flatten(2, 3), v, compute_mode="donot_use_mm_for_euclid_dist").unflatten(
-        2, (win.group_size, win.window)
-    )
-    cost = rows.odds * distance
+    distance = torch.cdist(rows.a.flatten(2, 3), v, compute_mode="donot_use_mm_for_euclid_dist")
+    cost = rows.odds * distance.view_as(rows.odds)
     v_top = v[:, :, None].expand(*rows.odds.shape[:3], *v.shape[2:])
     v_top = v_top.gather(3, rows.top.expand(*rows.top.shape[:-1], v.shape[-1]))
     # Lemma 1 in its other form, p·‖a₋ⱼ − v_j‖, for the one key whose odds may be huge.

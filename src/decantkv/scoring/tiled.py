@@ -76,7 +76,7 @@ def _rows_of(x: Tensor, start: int, stop: int) -> Tensor:
 
 def _tiles(win: AttentionWindow) -> Iterator[tuple[int, int, Tensor]]:
     """Tiles of keys with their logits [B, H, g, w, T], −inf where a row does not see a key."""
-    q = win.q.to(_dtype(win)).unflatten(1, (win.num_kv_heads, win.group_size)) * win.scale
+    q = win.grouped_q().to(_dtype(win)) * win.scale
     length = _tile_length(win)
     for start in range(0, win.kv_len, length):
         stop = min(start + length, win.kv_len)
@@ -135,7 +135,7 @@ def _add_rest(state: RowState, s: Tensor, v: Tensor) -> RowState:
 def _values_at(win: AttentionWindow, index: Tensor) -> Tensor:
     """The values [B, H, g, w, Dv] of one key a row."""
     flat = index.flatten(2)[..., None].expand(-1, -1, -1, win.v.shape[3])
-    return win.v.gather(2, flat).to(_dtype(win)).unflatten(2, index.shape[2:])
+    return win.v.gather(2, flat).to(_dtype(win)).view(*index.shape, win.v.shape[3])
 
 
 def _rest_over_top(state: RowState) -> Tensor:

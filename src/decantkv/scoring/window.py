@@ -68,6 +68,10 @@ class AttentionWindow:
         """N."""
         return self.k.shape[2]
 
+    def grouped_q(self) -> Tensor:
+        """[B, H, g, w, D]: the queries beside the KV head they share."""
+        return self.q.reshape(self.batch, self.num_kv_heads, self.group_size, self.window, self.q.shape[3])
+
     def real(self, start: int = 0, stop: int | None = None) -> Tensor:
         """[B or 1, stop − start] bool: which keys are no pads."""
         position = torch.arange(start, self.kv_len if stop is None else stop, device=self.k.device)
@@ -113,9 +117,7 @@ def make_window(
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
             raise TypeError(f"{name}: expected a floating-point tensor, got {_describe(tensor)}")
         if tensor.dim() != 4:
-            raise ValueError(
-                f"{name}: expected 4 dimensions [batch, heads, positions, head_dim], got {tensor.dim()}"
-            )
+            raise ValueError(f"{name}: expected 4 dimensions [batch, heads, positions, head_dim], got {tensor.dim()}")
     batch, heads, kv_len, head_dim = k.shape
     if q_window.shape[0] != batch or q_window.shape[3] != head_dim:
         raise ValueError(
@@ -124,17 +126,11 @@ def make_window(
     if v.shape[:3] != k.shape[:3]:
         raise ValueError(f"v: expected [{batch}, {heads}, {kv_len}, head_dim] to fit k, got {list(v.shape)}")
     if heads == 0 or q_window.shape[1] % heads or q_window.shape[1] == 0:
-        raise ValueError(
-            f"q_window: expected a multiple of k's {heads} KV heads, got {q_window.shape[1]} heads"
-        )
+        raise ValueError(f"q_window: expected a multiple of k's {heads} KV heads, got {q_window.shape[1]} heads")
     if not 1 <= q_window.shape[2] <= kv_len:
-        raise ValueError(
-            f"q_window: expected 1 to {kv_len} window positions (k's length), got {q_window.shape[2]}"
-        )
+        raise ValueError(f"q_window: expected 1 to {kv_len} window positions (k's length), got {q_window.shape[2]}")
     if len({q_window.device, k.device, v.device}) != 1:
-        raise ValueError(
-            f"q_window, k, v: expected one device, got {q_window.device}, {k.device}, {v.device}"
-        )
+        raise ValueError(f"q_window, k, v: expected one device, got {q_window.device}, {k.device}, {v.device}")
     scale = 1.0 / math.sqrt(head_dim) if scale is None else float(scale)
     if not math.isfinite(scale):
         raise ValueError(f"scale: expected a finite number, got {scale}")
@@ -145,11 +141,7 @@ def make_window(
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap: expected a positive number or None, got {softcap}")
     if mask is not None:
-        fits = (
-            mask.dim() == 4
-            and mask.shape[0] in (1, batch)
-            and mask.shape[1:] == (1, q_window.shape[2], kv_len)
-        )
+        fits = mask.dim() == 4 and mask.shape[0] in (1, batch) and mask.shape[1:] == (1, q_window.shape[2], kv_len)
         if not fits or mask.dtype != torch.bool:
             raise ValueError(
                 f"mask: expected bool [1 or {batch}, 1, {q_window.shape[2]}, {kv_len}], got {_describe(mask)}"
