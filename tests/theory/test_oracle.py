@@ -73,9 +73,7 @@ def test_attention_is_the_softmax_written_out(softcap, sinks, masked):
 
                 sink = None if sink_logits is None else sink_logits[hq].item()
                 row = q[b, hq, i].tolist(), k[b, hq // 2].tolist(), v[b, hq // 2].tolist()
-                expected = plain_output(
-                    *row, sees=sees, scale=0.7, softcap=softcap, sink=sink, without={1, 5}
-                )
+                expected = plain_output(*row, sees=sees, scale=0.7, softcap=softcap, sink=sink, without={1, 5})
                 assert got[b, hq, i].tolist() == pytest.approx(expected, abs=1e-12)
 
 

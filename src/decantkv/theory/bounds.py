@@ -1,0 +1,116 @@
+"""What the k cheapest keys can cost at most, next to the best k that could have been chosen (§4)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from decantkv.theory.rows import Rows
+
+
+def bound_factor(c: float, epsilon: float, k: int) -> float:
+    """1/[c(1 − ε)(1 − kε)], the paper's Theorem 1 for one row; inf where a precondition (c > 0, kε < 1) fails."""
+    return _factor(c, epsilon, k * epsilon)
+
+
+def mass_factor(c: float, epsilon: float, mass: float) -> float:
+    """The same with the pool's k largest weights summed in place of kε: never larger, and finite at any k.
+
+    Our own reading: the proof uses kε only to bound the weight Σ_S p of the set that goes.
+    """
+    return _factor(c, epsilon, mass)
+
+
+def window_factor(num_rows: int) -> float:
+    """√w for a window, √(g·w) where a group shares the keys: what several rows add to the factor (Proposition 1)."""
+    return math.sqrt(num_rows)
+
+
+def largest_mass(pool: Rows, k: int) -> float:
+    """The largest Σ_S p over the rows and the k-subsets S of a pool."""
+    return float(pool.p.topk(min(k, pool.num_keys), dim=-1).values.sum(-1).max())
+
+
+def _factor(c: float, epsilon: float, mass: float) -> float:
+    if c <= 0 or mass >= 1:
+        return math.inf
+    return 1 / (c * (1 - epsilon) * (1 - mass))
+
+
+@dataclass(frozen=True)
+class Relaxed:
+    """The relaxed bound at one aperture: shift ≤ factor · (best + addend).
+
+    Attributes:
+        c: the cosine that members of the cone reach.
+        outliers: how many of the pool do not.
+        mu: µ, the largest Σ p‖r‖ that k outliers can carry.
+        addend: (1 + c)µ, what is added to the best set's shift.
+        factor: 1/[c(1 − ε)(1 − kε)].
+    """
+
+    c: float
+    outliers: int
+    mu: float
+    addend: float
+    factor: float
+
+    def bound(self, best: float) -> float:
+        """The most that the k cheapest keys can shift the output when the best k shift it by `best`."""
+        return self.factor * (best + self.addend)
+
+
+def relaxed(pool: Rows, k: int, direction: Tensor) -> list[Relaxed]:
+    """The relaxed bound of a one-row pool at every aperture that a direction offers, widest cone first.
+
+    A k-subset T splits into members of the cone and outliers O. Projected on u its weighted residuals are at least
+    c·Σ_{T∖O} p‖r‖ − Σ_{T∩O} p‖r‖ ≥ c·Σ_T p‖r‖ − (1 + c)µ; the rest of Theorem 1's proof carries over. Every c in
+    (0, 1] and every direction gives a valid bound, so the smallest of them is one too.
+
+    Args:
+        pool: one row.
+        k: how many keys go.
+        direction: [Dv] unit vector u; the cone's own, or any other.
+
+    Returns:
+        One entry per distinct positive cosine in the pool. Empty where no residual points along u.
+
+    Raises:
+        ValueError: a pool of several rows.
+    """
+    if pool.num_rows != 1:
+        raise ValueError(f"pool: expected one row, got {pool.num_rows}")
+    distance = pool.distance()[0]
+    weighted = pool.p[0] * distance
+    cosine = torch.where(distance > 0, pool.residual(0) @ direction / distance.where(distance > 0, 1.0), 1.0)
+    order = torch.argsort(cosine)
+    cosine, weighted = cosine[order], weighted[order]
+    entries = []
+    for outliers in range(pool.num_keys):
+        c = min(float(cosine[outliers]), 1.0)
+        if c <= 0 or (outliers and c == float(cosine[outliers - 1])):
+            continue
+        mu = float(weighted[:outliers].topk(min(k, outliers)).values.sum())
+        factor = bound_factor(c, pool.epsilon, k)
+        entries.append(Relaxed(c, outliers, mu, (1 + c) * mu, factor))
+    return entries
+
+
+def tightest(pool: Rows, k: int, best: float, directions: list[Tensor]) -> Relaxed | None:
+    """The relaxed bound that says most about a pool whose best k-subset shifts the output by `best`.
+
+    Args:
+        directions: unit vectors to scan besides the mean of the unit residuals and the mean of the weighted ones.
+    """
+    residual = pool.residual(0)
+    distance = torch.linalg.vector_norm(residual, dim=-1, keepdim=True)
+    unit = residual / distance.where(distance > 0, 1.0)
+    for mean in (unit.mean(0), pool.p[0] @ residual):
+        norm = torch.linalg.vector_norm(mean)
+        if norm > 0:
+            directions = [*directions, mean / norm]
+    entries = [entry for direction in directions for entry in relaxed(pool, k, direction)]
+    return min(entries, key=lambda entry: entry.bound(best), default=None)

@@ -1,0 +1,119 @@
+"""Rows of one KV head over some keys, in float64: weights, outputs, values, and what removing keys does to them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from decantkv.scoring import reference
+from decantkv.scoring.window import AttentionWindow
+
+
+@dataclass(frozen=True)
+class Rows:
+    """R rows that share the values of M keys. A pool is the same thing with fewer keys.
+
+    Attributes:
+        p: [R, M] float64 softmax weights; they sum to less than 1 where some keys are left out.
+        a: [R, Dv] float64 outputs of the rows over *all* their keys.
+        v: [M, Dv] float64 values.
+        key: [M] int64, where each key stands in the prompt.
+    """
+
+    p: Tensor
+    a: Tensor
+    v: Tensor
+    key: Tensor
+
+    @property
+    def num_rows(self) -> int:
+        """R."""
+        return self.p.shape[0]
+
+    @property
+    def num_keys(self) -> int:
+        """M."""
+        return self.p.shape[1]
+
+    @property
+    def epsilon(self) -> float:
+        """ε, the largest weight in the pool over all rows (Assumption 1)."""
+        return float(self.p.max())
+
+    def residual(self, row: int) -> Tensor:
+        """[M, Dv]: r_j = a − v_j of one row."""
+        return self.a[row] - self.v
+
+    def distance(self) -> Tensor:
+        """[R, M]: ‖r_j‖ of every row."""
+        return torch.cdist(self.a, self.v, compute_mode="donot_use_mm_for_euclid_dist")
+
+    def singleton(self) -> Tensor:
+        """[R, M]: how far losing key j alone moves row i, p/(1 − p) · ‖a − v_j‖ (Lemma 1)."""
+        left = 1 - self.p
+        alone = torch.linalg.vector_norm(self.a, dim=-1, keepdim=True)  # a row's only key takes its output along
+        return torch.where(left > 0, self.p * self.distance() / left.where(left > 0, 1.0), alone)
+
+    def cost(self) -> Tensor:
+        """[M]: √Σ_i (singleton of row i)², the root of the window's score without its mean over the group (§3.3)."""
+        total: Tensor = torch.linalg.vector_norm(self.singleton(), dim=0)
+        return total
+
+    def shift(self, subset: Tensor | Sequence[int]) -> Tensor:
+        """[R]: ‖Σ_S p_j r_j‖ / (1 − Σ_S p_j), the exact move of each row when the whole set goes (Lemma 1).
+
+        Args:
+            subset: indices into the M keys. A row left without any weight has output 0.
+        """
+        index = torch.as_tensor(subset, dtype=torch.int64, device=self.p.device)
+        p = self.p[:, index]
+        mass = p.sum(-1, keepdim=True)
+        moved = mass * self.a - p @ self.v[index]
+        left = 1 - mass
+        moved = torch.where(left > 0, moved / left.where(left > 0, 1.0), self.a)
+        norm: Tensor = torch.linalg.vector_norm(moved, dim=-1)
+        return norm
+
+    def joint(self, subset: Tensor | Sequence[int]) -> float:
+        """F(S) = √Σ_i ‖Δ_i(S)‖², the window's joint shift; for one row simply ‖Δ(S)‖."""
+        return float(torch.linalg.vector_norm(self.shift(subset)))
+
+    def take(self, keys: Tensor | Sequence[int]) -> Rows:
+        """The same rows over some of the keys, given as indices into the M."""
+        index = torch.as_tensor(keys, dtype=torch.int64, device=self.p.device)
+        return replace(self, p=self.p[:, index], v=self.v[index], key=self.key[index])
+
+    def row(self, i: int) -> Rows:
+        """Row i alone."""
+        return replace(self, p=self.p[i : i + 1], a=self.a[i : i + 1])
+
+
+def smallest(values: Tensor, k: int) -> Tensor:
+    """[k] indices of the k smallest of `values` [M]; among equals the earlier key goes first."""
+    return torch.argsort(values, stable=True)[:k]
+
+
+def rows_of(win: AttentionWindow, batch: int, kv_head: int) -> Rows:
+    """All g·w rows of a KV head over all N keys, query head by query head.
+
+    Returns:
+        Rows with R = g·w; row i belongs to query head i // w of the group and to window position i % w.
+    """
+    group = slice(kv_head * win.group_size, (kv_head + 1) * win.group_size)
+    one = replace(
+        win,
+        q=win.q[batch : batch + 1, group].double(),
+        k=win.k[batch : batch + 1, kv_head : kv_head + 1].double(),
+        v=win.v[batch : batch + 1, kv_head : kv_head + 1].double(),
+        lengths=None if win.lengths is None else win.lengths[batch : batch + 1],
+        sink_logits=None if win.sink_logits is None else win.sink_logits[group].double(),
+        mask=win.mask if win.mask is None or win.mask.shape[0] == 1 else win.mask[batch : batch + 1],
+        out=None,
+        lse=None,
+    )
+    weights = reference.softmax(one)
+    key = torch.arange(win.kv_len, device=win.k.device)
+    return Rows(weights.p[0, 0].flatten(0, 1), weights.a[0, 0].flatten(0, 1), one.v[0, 0], key)
