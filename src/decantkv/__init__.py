@@ -35,7 +35,7 @@ __all__ = [
 _NEEDS_TRANSFORMERS = {"EvictingCache": "cache", "Run": "integration", "attach": "integration"}
 
 
-def __getattr__(name: str) -> Any:  # noqa: ANN401 - a class or a function
+def __getattr__(name: str) -> Any:
     if name in _NEEDS_TRANSFORMERS:
         return getattr(importlib.import_module(f"decantkv.{_NEEDS_TRANSFORMERS[name]}"), name)
     raise AttributeError(f"module 'decantkv' has no attribute {name!r}")

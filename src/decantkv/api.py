@@ -25,7 +25,7 @@ def score(
     out: Tensor | None = None,
     lse: Tensor | None = None,
     impl: Impl = "auto",
-    **options: Any,  # noqa: ANN401 - each method has its own options
+    **options: Any,
 ) -> Tensor:
     """Score every cached token by how costly it is to lose.
 

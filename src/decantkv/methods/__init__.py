@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 
-def resolve(method: str | Method, **options: Any) -> Method:  # noqa: ANN401 - each method has its own options
+def resolve(method: str | Method, **options: Any) -> Method:
     """A method from its name, "name:preset", or an instance.
 
     Raises:

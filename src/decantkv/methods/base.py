@@ -58,7 +58,7 @@ class Method(ABC):
         return 0
 
     @classmethod
-    def preset(cls, name: str, **options: Any) -> Self:  # noqa: ANN401 - each method has its own options
+    def preset(cls, name: str, **options: Any) -> Self:
         """The method under published settings, with `options` on top.
 
         Raises:

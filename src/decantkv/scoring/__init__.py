@@ -57,5 +57,5 @@ def _triton_unsupported(quantity: Quantity, win: AttentionWindow, reduce: Reduce
     return reason
 
 
-def _module(impl: Impl) -> Any:  # noqa: ANN401 - a module with the functions named by Quantity
+def _module(impl: Impl) -> Any:
     return importlib.import_module(f"decantkv.scoring.{_MODULES[impl]}")

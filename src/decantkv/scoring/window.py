@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+Rotate = Callable[[Tensor, Tensor], Tensor]  # (x [B, H, T, D], positions [T] or [B, T] int64, negative too) -> x turned
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,10 @@ class AttentionWindow:
         out: [B, HQ, w, Dv] the model's own output of these rows, or None. A hint: an implementation may use it.
         lse: [B, HQ, w] float32, the natural log of the same rows' softmax denominators, or None. A hint.
         layer_idx: which layer this is, for methods whose choice depends on it.
+        queries: [B, HQ, N, D] the queries of the whole prompt, of which `q` is the end, or None. Only methods that
+            name "queries" among their `needs` look at it.
+        output_projection: [HQ, Dv, E] the slice of W_O that each query head's output goes through, or None ("W_O").
+        rotate: turns vectors that carry RoPE by a number of positions, R(δ)x, or None ("rotate").
     """
 
     q: Tensor
@@ -42,6 +49,9 @@ class AttentionWindow:
     out: Tensor | None = None
     lse: Tensor | None = None
     layer_idx: int = 0
+    queries: Tensor | None = None
+    output_projection: Tensor | None = None
+    rotate: Rotate | None = None
 
     @property
     def batch(self) -> int:
@@ -103,6 +113,9 @@ def make_window(
     out: Tensor | None = None,
     lse: Tensor | None = None,
     layer_idx: int = 0,
+    queries: Tensor | None = None,
+    output_projection: Tensor | None = None,
+    rotate: Rotate | None = None,
 ) -> AttentionWindow:
     """Check the tensors of an attention call against each other and bind them; shapes as in `AttentionWindow`.
 
@@ -146,7 +159,15 @@ def make_window(
             raise ValueError(
                 f"mask: expected bool [1 or {batch}, 1, {q_window.shape[2]}, {kv_len}], got {_describe(mask)}"
             )
-    return AttentionWindow(q_window, k, v, scale, lengths, softcap, sink_logits, mask, out, lse, layer_idx)
+    _check_optional("queries", queries, (batch, q_window.shape[1], kv_len, head_dim))
+    if output_projection is not None:
+        width = output_projection.shape[-1] if isinstance(output_projection, Tensor) and output_projection.dim() else 0
+        _check_optional("output_projection", output_projection, (q_window.shape[1], v.shape[3], width))
+    if rotate is not None and not callable(rotate):
+        raise TypeError(f"rotate: expected a function (x, positions) -> x or None, got {_describe(rotate)}")
+    return AttentionWindow(
+        q_window, k, v, scale, lengths, softcap, sink_logits, mask, out, lse, layer_idx, queries, output_projection, rotate
+    )
 
 
 def _describe(value: object) -> str:

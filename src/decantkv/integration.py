@@ -1,0 +1,186 @@
+"""`attach`: every prompt a model reads goes through an evicting cache, until the run is detached."""
+
+from __future__ import annotations
+
+import threading
+import types
+import weakref
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache
+
+from decantkv import interface
+from decantkv.budget import Budget
+from decantkv.cache import EvictingCache, cache_argument, check_model, new_recorder
+from decantkv.interface import Hold, not_understood
+from decantkv.methods import Method
+from decantkv.options import Allocation, Impl, Span
+from decantkv.records import Report
+from decantkv.settings import Settings
+
+_lock = threading.Lock()
+_attached: weakref.WeakKeyDictionary[PreTrainedModel, _Attachment] = weakref.WeakKeyDictionary()
+
+
+def attach(
+    model: PreTrainedModel,
+    method: str | Method = "dropkv",
+    *,
+    budget: float | int | Budget,
+    allocation: Allocation = "uniform",
+    sinks: int | None = None,
+    protect: Sequence[Span] = (),
+    impl: Impl = "auto",
+    **options: Any,
+) -> Run:
+    """From here on, prompts that `model` reads keep only `budget` of their cache.
+
+    Works for `generate`, pipelines, streaming and bare forwards that use a cache. Acts at the call; use the result as
+    a context manager, or call `detach()`. A nested `attach` wins until it ends. In threads, a thread's own newest run
+    counts; a thread without one follows the newest of all.
+
+    Args:
+        model: an unmodified transformers model; its parameters and configuration are not touched.
+        method: a name, "name:preset", or a `Method`; `options` are the named method's own.
+        budget: what is kept: a fraction in (0, 1] or a number of tokens per head, protected ones included.
+        allocation: "uniform": each head its own tokens; "shared": one set for all heads of a layer.
+        sinks: first tokens always kept; None takes the method's own.
+        protect: spans (start, stop) of prompt positions always kept, from a row's first real token.
+        impl: "auto", "reference", "torch" or "triton".
+
+    Raises:
+        TypeError, ValueError: an argument out of its range.
+        UnsupportedModelError: a model whose attention cannot be followed.
+    """
+    settings = Settings.parse(
+        method, budget=budget, allocation=allocation, sinks=sinks, protect=protect, impl=impl, **options
+    )
+    check_model(model)
+    return Run(model, settings)
+
+
+class Run:
+    """Eviction switched on for one model; see `attach`."""
+
+    def __init__(self, model: PreTrainedModel, settings: Settings) -> None:
+        EvictingCache.of(model, settings, new_recorder(settings))  # refuse now what a prompt would be refused for
+        self.settings, self.recorder = settings, new_recorder(settings)
+        self.thread = threading.get_ident()
+        self._model: PreTrainedModel | None = model
+        with _lock:
+            attachment = _attached.get(model)
+            if attachment is None:
+                attachment = _attached[model] = _Attachment(model)
+            attachment.runs.append(self)
+
+    def new_cache(self) -> EvictingCache:
+        """An empty cache that evicts by this run's settings and reports to it."""
+        if self._model is None:
+            raise RuntimeError("the run is detached")
+        return EvictingCache.of(self._model, self.settings, self.recorder)
+
+    def report(self) -> Report:
+        """What was kept and dropped so far, as text or JSON."""
+        return self.recorder.report()
+
+    def detach(self) -> None:
+        """Switch eviction off and leave the model as it was; a second call does nothing."""
+        with _lock:
+            if self._model is None:
+                return
+            attachment = _attached[self._model]
+            attachment.runs.remove(self)
+            if not attachment.runs:
+                attachment.remove()
+                del _attached[self._model]
+            self._model = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.detach()
+
+
+class _Attachment:
+    """What is changed on one model while any run is attached to it: one method, two hooks, the wrappers' hold."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.runs: list[Run] = []
+        self._model = weakref.ref(model)
+        self._hold = Hold(model)
+        decoder: nn.Module = (model.get_decoder() if hasattr(model, "get_decoder") else None) or model.base_model
+        self._name = cache_argument(decoder)
+        self._hooks = [
+            decoder.register_forward_pre_hook(self._before_forward, with_kwargs=True),
+            decoder.register_forward_hook(self._after_forward, always_call=True),
+        ]
+        self._prepare: Callable[..., Any] | None = getattr(model, "_prepare_cache_for_generation", None)
+        if self._prepare is not None:
+            model._prepare_cache_for_generation = types.MethodType(self._prepare_cache(), model)
+        self._prefill = threading.local()
+
+    def remove(self) -> None:
+        """Undo everything."""
+        model = self._model()
+        for hook in self._hooks:
+            hook.remove()
+        if model is not None and self._prepare is not None:
+            del model._prepare_cache_for_generation
+        self._hold.close()
+
+    def active(self) -> Run:
+        """The run that counts in this thread."""
+        own = [run for run in self.runs if run.thread == threading.get_ident()]
+        return (own or self.runs)[-1]
+
+    def _prepare_cache(self) -> Callable[..., Any]:
+        """`generate` asks the model for a cache here, before it decides how to decode."""
+        prepare, name, attachment = self._prepare, self._name, self
+
+        def prepare_cache(
+            model: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kw: Any
+        ) -> Any:
+            if model_kwargs.get(name) is None and generation_config.use_cache is not False:
+                asked = generation_config.cache_implementation
+                if asked not in (None, "dynamic", model.generation_config.cache_implementation):
+                    raise ValueError(
+                        f"cache_implementation: expected none beside attach, which brings its own cache, got {asked!r}"
+                    )
+                generation_config.cache_implementation = None
+                model_kwargs[name] = attachment.active().new_cache()
+            return prepare(generation_config, model_kwargs, *args, **kw) if prepare is not None else None
+
+        return prepare_cache
+
+    def _before_forward(self, decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        interface.forget()
+        run, cache = self.active(), kwargs.get(self._name)
+        use_cache = kwargs.get("use_cache")
+        if cache is None and (decoder.config.use_cache if use_cache is None else use_cache):
+            cache = kwargs[self._name] = run.new_cache()
+        elif cache is not None and type(cache) is DynamicCache and cache.get_seq_length() == 0:
+            cache.layers = run.new_cache().layers  # generate and the caller hold this very object
+        if isinstance(cache, DynamicCache) and cache.get_seq_length() == 0:
+            self._prefill.stop = run.recorder.stopwatch.start("prefill", _device_of(decoder))
+        return args, kwargs
+
+    def _after_forward(self, decoder: nn.Module, args: Any, output: Any) -> None:
+        waiting, stop = interface.pending(), getattr(self._prefill, "stop", None)
+        interface.forget()
+        self._prefill.stop = None
+        if stop is not None:
+            stop()
+        if waiting is not None and output is not None:
+            raise not_understood(waiting.layer_idx, type(decoder).__name__)
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    return next(module.parameters()).device

@@ -1,0 +1,209 @@
+"""The model's own attention call, seen from outside: pass-through wrappers, in place only while somebody holds them.
+
+A cache layer announces itself when transformers gives it keys and values (`expect`); the attention call that follows
+belongs to it. Nothing else joins the two: transformers passes no cache to its attention functions.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import weakref
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from transformers import modeling_utils
+
+Attention = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """What the model handed to its attention function.
+
+    Attributes:
+        query: [B, HQ, q, D] after norms and RoPE.
+        key: [B, H, N, D]; value: [B, H, N, Dv]; neither repeated.
+        mask: the backend's own: None, a tensor, or a BlockMask.
+        scale: factor of q·k.
+        softcap: soft cap of the logits, or None.
+        sink_logits: [HQ] learned sinks, or None.
+        backend: name of the attention implementation, "eager", "sdpa", ...
+        attention_class: class name of the module that called.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Any
+    scale: float
+    softcap: float | None
+    sink_logits: Tensor | None
+    backend: str
+    attention_class: str
+
+
+class Listener(Protocol):
+    """A cache layer that waits for its attention call."""
+
+    layer_idx: int
+    cache_id: int
+
+    def before_attention(self, mask: Any, *, query: Tensor, kv_len: int, backend: str) -> Any:
+        """The mask to attend with."""
+
+    def after_attention(self, call: AttentionCall) -> None:
+        """The attention is done; the layer may compact itself."""
+
+
+class UnsupportedModelError(ValueError):
+    """The model computes attention in a way that eviction cannot follow."""
+
+
+_slot = threading.local()
+
+
+def expect(listener: Listener) -> None:
+    """The next attention call in this thread belongs to `listener`.
+
+    Raises:
+        UnsupportedModelError: the layer before it is still waiting for its own call.
+    """
+    waiting = pending()
+    if waiting is not None and waiting.cache_id == listener.cache_id and waiting.layer_idx < listener.layer_idx:
+        forget()
+        raise not_understood(waiting.layer_idx)
+    _slot.listener = listener
+
+
+def pending() -> Listener | None:
+    """The layer whose attention call has not come yet."""
+    listener: Listener | None = getattr(_slot, "listener", None)
+    return listener
+
+
+def forget() -> None:
+    """Nobody waits any more: a forward ended or failed."""
+    _slot.listener = None
+
+
+def not_understood(layer_idx: int, model: str = "the model") -> UnsupportedModelError:
+    """The error for a layer whose attention never came past the interface."""
+    return UnsupportedModelError(
+        f"model: expected attention through transformers' attention interface, "
+        f"got another kind in layer {layer_idx} of {model}; its cache cannot be evicted"
+    )
+
+
+class Hold:
+    """Keeps the wrappers in place for one model; released when closed or collected."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._release = weakref.finalize(self, _release, _acquire(model))
+
+    def close(self) -> None:
+        """Let go; the last holder restores every function."""
+        self._release()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Hold:
+        model = self._model()
+        if model is None:
+            raise RuntimeError("a cache cannot be copied after its model is gone")
+        return Hold(model)
+
+
+class _Patch:
+    """One wrapped function: where it lives, what it was, how many hold it."""
+
+    def __init__(self, home: MutableMapping[str, Any], name: str, backend: str) -> None:
+        self.home, self.name, self.holders = home, name, 0
+        self.original: Attention = home[name]
+        self.wrapper = _wrap(self.original, backend)
+
+    def restore(self) -> None:
+        if self.home.get(self.name) is self.wrapper:
+            self.home[self.name] = self.original
+
+
+_lock = threading.Lock()
+_patches: dict[tuple[int, str], _Patch] = {}
+
+
+def modeling_files(model: nn.Module) -> list[Any]:
+    """The Python modules that define the model's parts and use transformers' attention interface."""
+    names = {type(part).__module__ for part in model.modules()}
+    modules = [sys.modules[name] for name in sorted(names) if name in sys.modules]
+    return [module for module in modules if hasattr(module, "ALL_ATTENTION_FUNCTIONS")]
+
+
+def _acquire(model: nn.Module) -> list[tuple[int, str]]:
+    interface = modeling_utils.ALL_ATTENTION_FUNCTIONS
+    targets: list[tuple[MutableMapping[str, Any], str, str]] = [
+        (interface._global_mapping, name, name) for name in list(interface._global_mapping) if "|" not in name
+    ]
+    for module in modeling_files(model):
+        if hasattr(module, "eager_attention_forward"):
+            targets.append((vars(module), "eager_attention_forward", "eager"))
+        local = getattr(module.ALL_ATTENTION_FUNCTIONS, "_local_mapping", {})
+        targets += [(local, name, name) for name in list(local)]
+    held = []
+    with _lock:
+        for home, name, backend in targets:
+            key = (id(home), name)
+            patch = _patches.get(key)
+            if patch is None:
+                patch = _patches[key] = _Patch(home, name, backend)
+                home[name] = patch.wrapper
+            patch.holders += 1
+            held.append(key)
+    return held
+
+
+def _release(held: list[tuple[int, str]]) -> None:
+    with _lock:
+        for key in held:
+            patch = _patches[key]
+            patch.holders -= 1
+            if patch.holders == 0:
+                patch.restore()
+                del _patches[key]
+
+
+def _wrap(function: Attention, backend: str) -> Attention:
+    @functools.wraps(function)
+    def attention(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        listener = pending()
+        if listener is None:
+            return function(module, query, key, value, attention_mask, *args, **kwargs)
+        forget()
+        mask = listener.before_attention(attention_mask, query=query, kv_len=key.shape[2], backend=backend)
+        out = function(module, query, key, value, mask, *args, **kwargs)
+        scale = kwargs.get("scaling")
+        listener.after_attention(
+            AttentionCall(
+                query=query,
+                key=key,
+                value=value,
+                mask=attention_mask,
+                scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
+                softcap=kwargs.get("softcap"),
+                sink_logits=kwargs.get("s_aux"),
+                backend=backend,
+                attention_class=type(module).__name__,
+            )
+        )
+        return out
+
+    return attention

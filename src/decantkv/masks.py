@@ -1,0 +1,125 @@
+"""Reading a prompt's padding from the mask a backend got, and hiding filler slots from later tokens."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class PromptMask(NamedTuple):
+    """What the model's mask says about a prompt.
+
+    Attributes:
+        lengths: real tokens of each batch row, pads being leftmost; None when there are no pads.
+        window: [B or 1, 1, w, N] bool what the last w rows see, where that is not plainly causal; else None.
+    """
+
+    lengths: tuple[int, ...] | None
+    window: Tensor | None
+
+
+_memo = threading.local()
+
+
+def read_prompt_mask(mask: Any, *, batch: int, kv_len: int, rows: int, device: torch.device) -> PromptMask:
+    """Read the mask of a prompt's attention call; a model's layers share one, so its answer is remembered.
+
+    Args:
+        mask: None, 2-D [B, N] (flash), 4-D bool or additive [B or 1, 1, N, N] (sdpa, eager), or a flex BlockMask.
+
+    Raises:
+        ValueError: an additive mask that is not only 0 and −inf, a mask per head, or pads that are not leftmost.
+    """
+    if mask is None:
+        return PromptMask(None, None)
+    key = (batch, kv_len, rows)
+    known = getattr(_memo, "last", None)
+    if known is not None and known[0]() is mask and known[1] == key:
+        answer: PromptMask = known[2]
+        return answer
+    answer = _read(_last_rows(mask, batch=batch, kv_len=kv_len, rows=rows, device=device), batch, kv_len, rows)
+    _memo.last = (weakref.ref(mask), key, answer)
+    return answer
+
+
+def _last_rows(mask: Any, *, batch: int, kv_len: int, rows: int, device: torch.device) -> Tensor:
+    """[B or 1, 1, w, N] bool: what the last `rows` query rows see; the causal rule is added for 2-D masks."""
+    key = torch.arange(kv_len, device=device)
+    row = torch.arange(kv_len - rows, kv_len, device=device)
+    if not isinstance(mask, Tensor):  # flex attention's BlockMask carries the rule itself
+        b = torch.arange(batch, device=device)[:, None, None]
+        seen: Tensor = mask.mask_mod(b, torch.zeros_like(b), row[None, :, None], key[None, None, :])
+        return seen.expand(batch, rows, kv_len)[:, None].bool()
+    if mask.dim() == 2:
+        real: Tensor = mask[:, None, None, -kv_len:].bool()
+        return real & (key <= row[:, None])
+    if mask.dim() != 4 or mask.shape[1] != 1:
+        raise ValueError(f"attention_mask: expected [batch, 1, queries, keys], got {list(mask.shape)}")
+    last = mask[:, :, -rows:, :kv_len]
+    if last.dtype == torch.bool:
+        return last
+    hidden = last <= torch.finfo(last.dtype).min / 2
+    if not bool((hidden | (last == 0)).all()):
+        raise ValueError("attention_mask: expected only 0 and −inf, got additive biases, which eviction cannot keep")
+    return ~hidden
+
+
+def _read(seen: Tensor, batch: int, kv_len: int, rows: int) -> PromptMask:
+    key = torch.arange(kv_len, device=seen.device)
+    real = seen[:, 0, -1]
+    lengths = real.sum(-1)
+    left_padded = key >= (kv_len - lengths)[:, None]
+    if not bool((real == left_padded).all()):
+        raise ValueError(
+            "attention_mask: expected padding on the left (tokenizer.padding_side='left'), got it elsewhere"
+        )
+    causal = key <= torch.arange(kv_len - rows, kv_len, device=seen.device)[:, None]
+    plain = bool((seen == (causal & left_padded[:, None, None])).all())
+    numbers = tuple(int(n) for n in lengths.tolist())
+    if 0 in numbers:
+        raise ValueError("attention_mask: expected at least one real token in every row, got a row of pads")
+    numbers = numbers * batch if len(numbers) == 1 else numbers
+    return PromptMask(None if set(numbers) == {kv_len} else numbers, None if plain else seen)
+
+
+def hide_filler(
+    mask: Any,
+    valid: Tensor,
+    *,
+    query: Tensor,
+    kv_len: int,
+    backend: str,
+) -> Tensor:
+    """The backend's mask for new tokens with the kept cache's filler slots hidden.
+
+    Args:
+        mask: what transformers built for the stored length: None, 2-D, or 4-D bool or additive.
+        valid: [B, 1 or H, K] bool, which of the first K slots hold a token.
+        query: [B, HQ, q, D] the new tokens' queries.
+        kv_len: K plus the new tokens.
+
+    Raises:
+        ValueError: the backend has no mask that can say this.
+    """
+    batch, num_heads, q_len = query.shape[:3]
+    new = valid.new_ones(*valid.shape[:2], kv_len - valid.shape[2])
+    shown = torch.cat([valid, new], dim=2)
+    if "flash" in backend:
+        if valid.shape[1] != 1:
+            raise ValueError(f"{backend}: expected one set of kept tokens for all heads, got a set per head")
+        return shown[:, 0] if mask is None else shown[:, 0] & mask[:, -kv_len:].bool()
+    if mask is not None and not isinstance(mask, Tensor):
+        raise ValueError(f"{backend}: expected a batch whose rows keep equally many tokens; use sdpa or eager instead")
+    shown = shown.repeat_interleave(num_heads // shown.shape[1], dim=1) if shown.shape[1] != 1 else shown
+    shown = shown[:, :, None].expand(batch, -1, q_len, kv_len)
+    if mask is None and q_len > 1:
+        shown = shown & torch.ones(q_len, kv_len, dtype=torch.bool, device=valid.device).tril(kv_len - q_len)
+    if backend == "eager" or (mask is not None and mask.dtype != torch.bool):
+        mask = query.new_zeros(1, 1, q_len, kv_len) if mask is None else mask[..., :kv_len]
+        hidden: Tensor = mask.masked_fill(~shown, torch.finfo(mask.dtype).min)
+        return hidden
+    return shown if mask is None else shown & mask[..., :kv_len]

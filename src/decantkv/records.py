@@ -1,0 +1,219 @@
+"""What eviction did, written down as it happens and told by `run.report()`."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+Stage = Literal["scoring", "selection", "compaction", "prefill"]
+
+
+class Stopwatch:
+    """Seconds spent on a device, without making the host wait: CUDA events there, a clock elsewhere."""
+
+    def __init__(self) -> None:
+        self._spans: dict[str, list[float | tuple[torch.cuda.Event, torch.cuda.Event]]] = {}
+
+    @contextmanager
+    def measure(self, stage: Stage, device: torch.device) -> Iterator[None]:
+        """Add the time until the block ends to `stage`."""
+        stop = self.start(stage, device)
+        try:
+            yield
+        finally:
+            stop()
+
+    def start(self, stage: Stage, device: torch.device) -> _Stop:
+        """Start a span of `stage`; calling the result ends it."""
+        return _Stop(self._spans.setdefault(stage, []), device)
+
+    def seconds(self, stage: Stage) -> float:
+        """The sum over the stage's spans. On CUDA this waits for the last of them."""
+        total = 0.0
+        for span in self._spans.get(stage, ()):
+            if isinstance(span, tuple):
+                span[1].synchronize()
+                total += span[0].elapsed_time(span[1]) / 1e3
+            else:
+                total += span
+        return total
+
+
+class _Stop:
+    def __init__(self, spans: list[float | tuple[torch.cuda.Event, torch.cuda.Event]], device: torch.device) -> None:
+        self._spans, self._device = spans, device
+        if device.type == "cuda":
+            self._begin = torch.cuda.Event(enable_timing=True)
+            self._begin.record(torch.cuda.current_stream(device))
+        else:
+            self._clock = time.perf_counter()
+
+    def __call__(self) -> None:
+        if self._device.type == "cuda":
+            end = torch.cuda.Event(enable_timing=True)
+            end.record(torch.cuda.current_stream(self._device))
+            self._spans.append((self._begin, end))
+        else:
+            self._spans.append(time.perf_counter() - self._clock)
+
+
+@dataclass(frozen=True)
+class LayerRecord:
+    """One layer's eviction of one prompt.
+
+    Attributes:
+        layer_idx: the layer.
+        seen: real tokens of each batch row.
+        counts: [B, H] tokens each row and KV head keeps.
+        bytes_before, bytes_after: the layer's keys and values, by their storages.
+        raised: protection kept more than the budget's share asked for.
+    """
+
+    layer_idx: int
+    seen: tuple[int, ...]
+    counts: Tensor
+    bytes_before: int
+    bytes_after: int
+    raised: bool
+
+
+@dataclass
+class Recorder:
+    """Collects what the layers of one cache, or of all caches of one run, did."""
+
+    method: str
+    budget: str
+    layers: list[LayerRecord] = field(default_factory=list)
+    stopwatch: Stopwatch = field(default_factory=Stopwatch)
+    left_alone: int = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Recorder:
+        return self  # a copied cache goes on reporting to the same place
+
+    def report(self) -> Report:
+        """Everything so far, as plain numbers."""
+        stages: tuple[Stage, ...] = ("scoring", "selection", "compaction", "prefill")
+        return Report(
+            method=self.method,
+            budget=self.budget,
+            layers=[
+                {
+                    "layer": r.layer_idx,
+                    "seen": list(r.seen),
+                    "kept": r.counts.tolist(),
+                    "bytes_before": r.bytes_before,
+                    "bytes_after": r.bytes_after,
+                }
+                for r in self.layers
+            ],
+            seconds={stage: self.stopwatch.seconds(stage) for stage in stages},
+            raised=any(r.raised for r in self.layers),
+            left_alone=self.left_alone,
+        )
+
+
+@dataclass(frozen=True)
+class Report:
+    """What eviction did, as text (`str`) and as JSON (`to_json`).
+
+    Attributes:
+        method, budget: the settings.
+        layers: a dict per eviction of a layer: layer, seen [B], kept [B][H], bytes_before, bytes_after.
+        seconds: time in scoring, selection, compaction and prefill; the first three are inside the last.
+        raised: protection kept more than the budget's share asked for.
+        left_alone: layers that are not full attention and keep their own cache.
+    """
+
+    method: str
+    budget: str
+    layers: Sequence[dict[str, Any]]
+    seconds: dict[str, float]
+    raised: bool
+    left_alone: int
+
+    @property
+    def evictions(self) -> int:
+        """How often a layer dropped something."""
+        return sum(layer["bytes_after"] < layer["bytes_before"] for layer in self.layers)
+
+    @property
+    def bytes_before(self) -> int:
+        """Keys and values of the last prompt's layers before eviction."""
+        return sum(layer["bytes_before"] for layer in self._last())
+
+    @property
+    def bytes_after(self) -> int:
+        """Keys and values of the last prompt's layers after eviction."""
+        return sum(layer["bytes_after"] for layer in self._last())
+
+    @property
+    def warnings(self) -> list[str]:
+        """What the reader should know before trusting a number."""
+        told = []
+        if not self.layers:
+            told.append("eviction never acted: no prompt went through an evicting cache")
+        elif not self.evictions:
+            told.append("nothing was dropped: every prompt fitted its budget")
+        if self.raised:
+            told.append("protected tokens alone exceed the budget's share, so more was kept than asked for")
+        if self.layers and max(len(layer["seen"]) for layer in self.layers) == 1:
+            told.append("batch 1: eviction frees memory; expect hardly any decode speed-up from it alone")
+        return told
+
+    def to_json(self) -> str:
+        """The report as one JSON object."""
+        return json.dumps(
+            {
+                "method": self.method,
+                "budget": self.budget,
+                "evictions": self.evictions,
+                "bytes_before": self.bytes_before,
+                "bytes_after": self.bytes_after,
+                "seconds": self.seconds,
+                "left_alone": self.left_alone,
+                "warnings": self.warnings,
+                "layers": list(self.layers),
+            }
+        )
+
+    def __str__(self) -> str:
+        lines = [f"{self.method}, budget {self.budget}"]
+        last = self._last()
+        if last:
+            seen = max(max(layer["seen"]) for layer in last)
+            kept = [n for layer in last for row in layer["kept"] for n in row]
+            span = f"{min(kept):,}" if min(kept) == max(kept) else f"{min(kept):,} to {max(kept):,}"
+            lines.append(
+                f"kept {span} of {seen:,} tokens per head in {len(last)} layers; "
+                f"KV {format_bytes(self.bytes_before)} -> {format_bytes(self.bytes_after)}"
+            )
+            inside = self.seconds["scoring"] + self.seconds["selection"] + self.seconds["compaction"]
+            prefill = f" of {self.seconds['prefill']:.3g} s prefill" if self.seconds["prefill"] else ""
+            lines.append(f"scoring, selection and compaction {inside * 1e3:.3g} ms{prefill}")
+        if self.left_alone:
+            lines.append(f"{self.left_alone} layers are not full attention and were left alone")
+        return "\n".join([*lines, *(f"note: {warning}" for warning in self.warnings)])
+
+    def _last(self) -> list[dict[str, Any]]:
+        """The newest record of every layer: the last prompt's."""
+        return list({layer["layer"]: layer for layer in self.layers}.values())
+
+
+def format_bytes(number: int) -> str:
+    """Bytes for a reader: 17.2 GB, 56.0 MB, 480 B (decimal units)."""
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if number >= size:
+            return f"{number / size:.3g} {unit}" if number < 100 * size else f"{number / size:.0f} {unit}"
+    return f"{number} B"
+
+
+def storage_bytes(tensors: Sequence[Tensor]) -> int:
+    """Bytes of the tensors' distinct storages, which is what freeing them gives back."""
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
