@@ -1,0 +1,1 @@
+"""LongBench (THUDM/LongBench, MIT): the sixteen English and code tasks."""

@@ -1,0 +1,17 @@
+"""RULER (arXiv 2404.06654; NVIDIA/RULER, Apache-2.0): all thirteen tasks, made offline at any length."""
+
+from decantkv.eval.ruler.haystack import Haystack, hub_haystack, load_haystack
+from decantkv.eval.ruler.qa import QuestionSet, load_questions
+from decantkv.eval.ruler.tasks import TASKS, Sources, check_task, samples
+
+__all__ = [
+    "TASKS",
+    "Haystack",
+    "QuestionSet",
+    "Sources",
+    "check_task",
+    "hub_haystack",
+    "load_haystack",
+    "load_questions",
+    "samples",
+]

@@ -1,0 +1,147 @@
+"""RULER's thirteen tasks and the samples made of them, at any length by the model's own tokenizer."""
+
+from __future__ import annotations
+
+import difflib
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from decantkv.eval.ruler.draft import Draft, Maker
+from decantkv.eval.ruler.fit import Fit
+from decantkv.eval.ruler.haystack import Haystack
+from decantkv.eval.ruler.niah import Niah
+from decantkv.eval.ruler.qa import Documents, QuestionSet
+from decantkv.eval.ruler.tracing import Tracing
+from decantkv.eval.ruler.words import CommonWords, FrequentWords
+from decantkv.eval.sample import Measure, Sample
+
+NEEDLES: dict[str, Niah] = {
+    "niah_single_1": Niah("noise", "words", "numbers"),
+    "niah_single_2": Niah("essay", "words", "numbers"),
+    "niah_single_3": Niah("essay", "words", "uuids"),
+    "niah_multikey_1": Niah("essay", "words", "numbers", keys=4),
+    "niah_multikey_2": Niah("needle", "words", "numbers"),
+    "niah_multikey_3": Niah("needle", "uuids", "uuids"),
+    "niah_multivalue": Niah("essay", "words", "numbers", values=4),
+    "niah_multiquery": Niah("essay", "words", "numbers", keys=4, queries=4),
+}
+NEW_TOKENS = {"vt": 30, "cwe": 120, "fwe": 50, "qa_1": 32, "qa_2": 32, **dict.fromkeys(NEEDLES, 128)}
+TASKS = (*NEEDLES, "vt", "cwe", "fwe", "qa_1", "qa_2")
+NEEDS_ESSAY = tuple(name for name, task in NEEDLES.items() if task.kind == "essay")
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Texts that the tasks need and the generator does not make up itself.
+
+    Attributes:
+        haystack: essay text, for five of the needle tasks.
+        qa_1, qa_2: questions with documents.
+    """
+
+    haystack: Haystack | None = None
+    qa_1: QuestionSet | None = None
+    qa_2: QuestionSet | None = None
+
+    def missing(self, task: str) -> str | None:
+        """What `task` lacks, as a hint for whoever runs it, or None."""
+        if task in NEEDS_ESSAY and self.haystack is None:
+            return "essay text (--haystack FILE_OR_FOLDER)"
+        if task == "qa_1" and self.qa_1 is None:
+            return "SQuAD's questions (--squad FILE)"
+        if task == "qa_2" and self.qa_2 is None:
+            return "HotpotQA's questions (--hotpot FILE)"
+        return None
+
+    def describe(self, task: str) -> dict[str, str]:
+        """Name and hash of the text `task` uses, for the rows of results."""
+        if task in NEEDS_ESSAY and self.haystack is not None:
+            return {"haystack": self.haystack.name, "sha256": self.haystack.sha256}
+        questions = {"qa_1": self.qa_1, "qa_2": self.qa_2}.get(task)
+        return {"questions": questions.name, "sha256": questions.sha256} if questions is not None else {}
+
+
+def check_task(name: str) -> str:
+    """The name of a known task; raise ValueError listing them otherwise."""
+    if name not in TASKS:
+        close = difflib.get_close_matches(name, TASKS, n=1)
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        raise ValueError(f"task: expected one of {', '.join(TASKS)}, got {name!r}{hint}")
+    return name
+
+
+def maker(task: str, length: int, sources: Sources, *, seed: int, count_tokens: Callable[[str], int]) -> Maker:
+    """The generator of a task at a length.
+
+    Raises:
+        ValueError: an unknown task, or one whose text is missing from `sources`.
+    """
+    if hint := sources.missing(check_task(task)):
+        raise ValueError(f"task: {task} needs {hint}")
+    if task in NEEDLES:
+        needle = NEEDLES[task]
+        essay = sources.haystack if needle.kind == "essay" else None
+        return Niah(
+            needle.kind, needle.key_type, needle.value_type, needle.keys, needle.values, needle.queries, essay
+        )
+    if task == "vt":
+        return Tracing(count_tokens)
+    if task == "cwe":
+        return CommonWords(length)
+    if task == "fwe":
+        return FrequentWords(length)
+    questions = sources.qa_1 if task == "qa_1" else sources.qa_2
+    if questions is None:
+        raise ValueError(f"task: {task} needs questions")
+    return Documents(questions, questions.in_order(seed))
+
+
+def samples(
+    task: str,
+    length: int,
+    sources: Sources,
+    *,
+    count: int,
+    measure: Measure,
+    count_tokens: Callable[[str], int],
+    seed: int = 42,
+) -> Iterator[Sample]:
+    """The first `count` samples of a task whose prompt and answer together fill `length` tokens.
+
+    Every sample has random draws of its own, from (seed, task, length, index): a run that stops and starts again,
+    or asks for more samples later, makes the same ones.
+
+    Args:
+        measure: tokens of a sample as the model reads it.
+        count_tokens: tokens of a plain text.
+
+    Raises:
+        ValueError: an unknown task, a text that is missing, or a length that cannot hold the task.
+    """
+    make = maker(task, length, sources, seed=seed, count_tokens=count_tokens)
+    details = sources.describe(task)
+
+    def as_sample(draft: Draft, index: int) -> Sample:
+        return Sample(
+            suite="ruler",
+            task=task,
+            length=length,
+            index=index,
+            context=draft.context,
+            question=draft.question,
+            answer_prefix=draft.answer_prefix,
+            references=draft.references,
+            max_new_tokens=NEW_TOKENS[task],
+            metric="string_match_part" if task.startswith("qa_") else "string_match_all",
+            details=details,
+        )
+
+    def measured(size: int, index: int) -> tuple[Sample, int]:
+        rng = random.Random(f"{seed}/{task}/{length}/{index}")
+        sample = as_sample(make.draft(size, rng, index), index)
+        return sample, measure(sample) + sample.max_new_tokens
+
+    fit = Fit(length, make.least, make.step, what=task)
+    for index in range(count):
+        yield fit.largest(lambda size, index=index: measured(size, index))
