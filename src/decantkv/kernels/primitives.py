@@ -1,0 +1,52 @@
+"""What the kernels share: a dot that is right in every dtype and under the interpreter, and the logits.
+
+Names inside kernels: p_ pointer, i_ program or element index, o_ offset, m_ mask, b_ block in registers. Logits and
+log-sum-exps are in base 2 there ("2" in the name), natural everywhere else.
+"""
+
+from __future__ import annotations
+
+import os
+
+import triton
+import triton.language as tl
+
+# Triton's interpreter computes bf16 dots wrongly: there both sides are widened first
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+_WIDEN = tl.constexpr(INTERPRETED)
+
+LOG2E = 1.4426950408889634
+TINY = 1.1754943508222875e-38  # float32's smallest normal number
+_TINY = tl.constexpr(TINY)
+
+
+@triton.jit
+def dot(a, b, PRECISION: tl.constexpr):
+    """a [M, K] · b [K, N] accumulated in float32; PRECISION concerns float32 operands only."""
+    if _WIDEN:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    else:
+        return tl.dot(a, b, input_precision=PRECISION)
+
+
+@triton.jit
+def to_logits2(products, scale, cap2, CAPPED: tl.constexpr):
+    """Base-2 logits from q·k: scale carries log2 e, or 1/softcap when CAPPED; cap2 = softcap · log2 e."""
+    x = products * scale
+    if CAPPED:
+        e = tl.exp2(-2.8853900817779268 * tl.abs(x))  # tanh|x| = (1 − e^−2|x|)/(1 + e^−2|x|), e in (0, 1]
+        tanh = (1.0 - e) / (1.0 + e)
+        x = cap2 * tl.where(x < 0, -tanh, tanh)
+    return x
+
+
+@triton.jit
+def finite(x):
+    """−inf becomes 0, so that differences of maxima over nothing are no NaN."""
+    return tl.where(x == float("-inf"), 0.0, x)
+
+
+@triton.jit
+def normal_or_zero(x):
+    """Costs below float32's smallest normal number are 0 in every implementation."""
+    return tl.where(x < _TINY, 0.0, x)
