@@ -7,7 +7,8 @@ from numbers import Integral, Real
 from typing import Literal
 
 Impl = Literal["auto", "reference", "torch", "triton"]
-Quantity = Literal["perturbation", "attention_mass"]
+Quantity = Literal["perturbation", "attention_mass", "alignment", "chunk_alignment"]
+Need = Literal["queries", "W_O", "rotate"]
 Reduce = Literal["sum", "max"]
 Pool = Literal["max", "avg", "none"]
 PoolScope = Literal["all", "prefix"]

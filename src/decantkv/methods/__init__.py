@@ -6,21 +6,57 @@ import difflib
 from dataclasses import fields
 from typing import Any
 
+from decantkv.methods.andpro import AnDPro, AnDProChunks
 from decantkv.methods.base import Method
-from decantkv.methods.dropkv import DropKV
+from decantkv.methods.caote import CAOTE
+from decantkv.methods.critical import CriticalKV
+from decantkv.methods.defensive import DefensiveKV
+from decantkv.methods.dropkv import AdaDropKV, DropKV
+from decantkv.methods.expected import ExpectedAttention
+from decantkv.methods.h2o import H2O
 from decantkv.methods.knorm import KNorm
 from decantkv.methods.position import Random, Recent, Sliding, Streaming
-from decantkv.methods.snapkv import SnapKV
+from decantkv.methods.snapkv import AdaKV, PyramidKV, SnapKV
+from decantkv.methods.tova import TOVA
 
-METHODS: dict[str, type[Method]] = {
-    cls.name: cls for cls in (DropKV, SnapKV, KNorm, Streaming, Sliding, Recent, Random)
-}
+_REGISTERED: tuple[type[Method], ...] = (
+    DropKV,
+    AdaDropKV,
+    SnapKV,
+    PyramidKV,
+    AdaKV,
+    CriticalKV,
+    CAOTE,
+    AnDPro,
+    AnDProChunks,
+    DefensiveKV,
+    ExpectedAttention,
+    H2O,
+    TOVA,
+    KNorm,
+    Streaming,
+    Sliding,
+    Recent,
+    Random,
+)
+METHODS: dict[str, type[Method]] = {cls.name: cls for cls in _REGISTERED}
 
 __all__ = [
+    "CAOTE",
+    "H2O",
     "METHODS",
+    "TOVA",
+    "AdaDropKV",
+    "AdaKV",
+    "AnDPro",
+    "AnDProChunks",
+    "CriticalKV",
+    "DefensiveKV",
     "DropKV",
+    "ExpectedAttention",
     "KNorm",
     "Method",
+    "PyramidKV",
     "Random",
     "Recent",
     "Sliding",

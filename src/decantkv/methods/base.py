@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, Self, get_args
 
 from torch import Tensor
 
-from decantkv.options import Impl, Pool, PoolScope, expect_choice, expect_int, expect_odd
+from decantkv.options import Impl, Need, Pool, PoolScope, expect_choice, expect_int, expect_odd
 from decantkv.scoring.window import AttentionWindow
 
 Kind = Literal["exact singleton", "heuristic", "upper bound", "relaxation", "control"]
@@ -20,9 +20,12 @@ class Method(ABC):
     """A rule that scores cached tokens; higher means costlier to lose. Instances are immutable settings.
 
     A subclass is one file: its source on the first line, its score, its authors' settings as field defaults, other
-    published settings under `presets`.
+    published settings under `presets`. Most methods define `score` alone. One whose choice depends on the budget
+    also defines `base_score` and `rank`, or `tail`.
 
     Attributes:
+        allocation: how its authors spread a budget over heads and layers; the user may choose another.
+        cost: multiply-adds per cached token and KV head, g query heads sharing it, w window rows, D = Dv = d.
         window: the last w positions, whose queries score the rest and which are themselves always kept. 0 for
             methods that neither look at queries nor protect a window.
         pool: "max", "avg" or "none": pooling of scores along keys before selection.
@@ -35,8 +38,10 @@ class Method(ABC):
     kind: ClassVar[Kind]
     source: ClassVar[str]
     formula: ClassVar[str]
+    cost: ClassVar[str] = "0"
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     shared_by_heads: ClassVar[bool] = False
+    allocation: ClassVar[str] = "uniform"
 
     window: int = 0
     pool: Pool = "none"
@@ -67,6 +72,16 @@ class Method(ABC):
         expect_choice("preset", name, cls.presets)
         return cls(**{**cls.presets[name], **options})
 
+    @property
+    def needs(self) -> frozenset[Need]:
+        """What the method looks at beyond the window's queries, the keys and the values."""
+        return frozenset()
+
+    @property
+    def renumbers(self) -> bool:
+        """Whether kept keys move to consecutive positions that end where the prompt ends."""
+        return False
+
     @abstractmethod
     def score(self, win: AttentionWindow, *, impl: Impl = "auto") -> Tensor:
         """Score every key.
@@ -75,7 +90,49 @@ class Method(ABC):
             [B, H, N] float32, unpooled. What pads and always-kept keys get is not used.
         """
 
+    def base_score(self, win: AttentionWindow, *, impl: Impl = "auto") -> Tensor:
+        """[B, H, N] float32: what selection pools and hands to `rank`; `score` unless the method has two stages."""
+        return self.score(win, impl=impl)
+
+    def rank(self, pooled: Tensor, win: AttentionWindow, n_keep: Sequence[int]) -> Tensor:
+        """The order of keeping, from pooled base scores; the identity unless the method has two stages.
+
+        Args:
+            pooled: [B, H or 1, N] base scores after pooling; always-kept keys at +inf, pads at −inf.
+            n_keep: tokens each head of a batch row keeps, always-kept ones included.
+
+        Returns:
+            [B, H or 1, N], higher = keep; what always-kept keys and pads get is not used.
+        """
+        return pooled
+
+    def tail(self, n_keep: int, fixed: int) -> int:
+        """How many last tokens the method keeps by its own rule when `fixed` of `n_keep` are kept anyway."""
+        return 0
+
+    @property
+    def keeps(self) -> str:
+        """What is kept whatever its score, for the table."""
+        kept = ([f"first {self.sinks}"] if self.sinks else []) + ([f"last {self.window}"] if self.window else [])
+        return " + ".join(kept) or "–"
+
     def describe(self) -> str:
         """The settings that differ between instances, for reports: `dropkv(window=8, pool=max, …)`."""
         options = ", ".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self))
         return f"{self.name}({options})"
+
+    def _expect_need(self, win: AttentionWindow, need: Need) -> Any:
+        """What the window holds under `need`; raise ValueError, naming the way out, where it holds nothing."""
+        argument = {"queries": "queries", "W_O": "output_projection", "rotate": "rotate"}[need]
+        held = getattr(win, argument)
+        if held is None:
+            ways = {
+                "queries": "pass the prompt's queries [B, HQ, N, D]",
+                "W_O": "pass W_O as [HQ, Dv, E]",
+                "rotate": "pass a function that turns RoPE vectors by positions",
+            }
+            raise ValueError(
+                f"{argument}: expected by {self.describe()}, got None; {ways[need]}, "
+                f"or choose a method that does without, such as dropkv or snapkv"
+            )
+        return held

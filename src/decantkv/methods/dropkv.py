@@ -4,14 +4,16 @@ form appeared earlier in CAOTE (arXiv 2504.14051)."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, get_args
+from typing import ClassVar, Literal, get_args
 
 from torch import Tensor
 
 from decantkv import scoring
 from decantkv.methods.base import Kind, Method
-from decantkv.options import Impl, Pool, Reduce, expect_choice
+from decantkv.options import Impl, Need, Pool, Reduce, expect_choice
 from decantkv.scoring.window import AttentionWindow
+
+Weigh = Literal["value", "output"]
 
 
 @dataclass(frozen=True)
@@ -22,14 +24,17 @@ class DropKV(Method):
 
     Attributes:
         reduce: "sum" over the window with the mean over the group, as published; "max" over both.
+        weigh: "value" measures ‖a − v‖, as published; "output" ‖W_O(a − v)‖, the shift of the layer's output.
     """
 
     name: ClassVar[str] = "dropkv"
     kind: ClassVar[Kind] = "exact singleton"
     source: ClassVar[str] = "DropKV (2026)"
     formula: ClassVar[str] = "Σ_i [p/(1−p)·‖a−v‖]²"
+    cost: ClassVar[str] = "4·g·w·d"
     presets: ClassVar = {
         "paper": {},
+        "shared": {},
         "authors-cache": {"pool": "avg"},
         "kvpress-pr": {"window": 32, "pool": "avg", "kernel_size": 7},
     }
@@ -38,16 +43,34 @@ class DropKV(Method):
     pool: Pool = "max"
     kernel_size: int = 11
     reduce: Reduce = "sum"
+    weigh: Weigh = "value"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        expect_choice("DropKV.reduce", self.reduce, get_args(Reduce))
+        expect_choice(f"{type(self).__name__}.reduce", self.reduce, get_args(Reduce))
+        expect_choice(f"{type(self).__name__}.weigh", self.weigh, get_args(Weigh))
 
     @classmethod
     def least_window(cls) -> int:
         """One query row."""
         return 1
 
+    @property
+    def needs(self) -> frozenset[Need]:
+        """W_O where the shift is measured behind it."""
+        return frozenset({"W_O"}) if self.weigh == "output" else frozenset()
+
     def score(self, win: AttentionWindow, *, impl: Impl = "auto") -> Tensor:
         """[B, H, N] float32: the mean squared shift of the output when a key is removed."""
-        return scoring.compute("perturbation", win, impl=impl, reduce=self.reduce)
+        if self.weigh == "value":
+            return scoring.compute("perturbation", win, impl=impl, reduce=self.reduce)
+        self._expect_need(win, "W_O")
+        return scoring.compute("perturbation", win, impl=impl, reduce=self.reduce, weigh=self.weigh)
+
+
+@dataclass(frozen=True)
+class AdaDropKV(DropKV):
+    """DropKV's scores with AdaKV's head budgets: heads compete for one budget per layer."""
+
+    name: ClassVar[str] = "adadropkv"
+    allocation: ClassVar[str] = "ada"

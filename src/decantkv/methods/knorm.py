@@ -21,6 +21,7 @@ class KNorm(Method):
     kind: ClassVar[Kind] = "heuristic"
     source: ClassVar[str] = "arXiv 2406.11430"
     formula: ClassVar[str] = "−‖k‖"
+    cost: ClassVar[str] = "d"
     presets: ClassVar = {"paper": {}, "shared": {"window": 8}}
 
     def score(self, win: AttentionWindow, *, impl: Impl = "auto") -> Tensor:

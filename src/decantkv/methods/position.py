@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from decantkv.methods.base import Kind, Method
-from decantkv.options import Impl, expect_int
+from decantkv.options import Impl, Need, expect_int
 from decantkv.scoring.window import AttentionWindow
 
 
@@ -21,6 +21,7 @@ class Sliding(Method):
     kind: ClassVar[Kind] = "heuristic"
     source: ClassVar[str] = "sliding-window attention"
     formula: ClassVar[str] = "position"
+    presets: ClassVar = {"paper": {}, "shared": {"window": 8}}
 
     def score(self, win: AttentionWindow, *, impl: Impl = "auto") -> Tensor:
         """[B, H, N] float32: the key's position."""
@@ -32,15 +33,28 @@ class Sliding(Method):
 class Streaming(Sliding):
     """StreamingLLM: keep the first tokens, which act as attention sinks, and the most recent ones.
 
-    Kept tokens keep their own positions; the original renumbers them inside the cache.
+    Attributes:
+        renumber: give kept tokens consecutive positions inside the cache, as the original does; ports keep each
+            token's own. Distances are all that RoPE knows, so kept keys move up to the prompt's end.
     """
 
     name: ClassVar[str] = "streaming"
     source: ClassVar[str] = "arXiv 2309.17453"
     formula: ClassVar[str] = "position, first 4 kept"
-    presets: ClassVar = {"paper": {}}
+    presets: ClassVar = {"paper": {"renumber": True}, "ports": {}, "shared": {"window": 8}}
 
     sinks: int = 4
+    renumber: bool = False
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """The model's rotation where positions change."""
+        return frozenset({"rotate"}) if self.renumber else frozenset()
+
+    @property
+    def renumbers(self) -> bool:
+        """The original's way."""
+        return self.renumber
 
 
 @dataclass(frozen=True)
@@ -50,6 +64,7 @@ class Recent(Sliding):
     name: ClassVar[str] = "recent"
     kind: ClassVar[Kind] = "control"
     source: ClassVar[str] = "control"
+    presets: ClassVar = {"paper": {}, "shared": {}}
 
     window: int = 8
 
@@ -66,6 +81,7 @@ class Random(Method):
     kind: ClassVar[Kind] = "control"
     source: ClassVar[str] = "control"
     formula: ClassVar[str] = "uniform noise"
+    presets: ClassVar = {"paper": {}, "shared": {}}
 
     window: int = 8
     seed: int = 0

@@ -1,4 +1,4 @@
-"""SnapKV: LLM Knows What You are Looking for Before Generation (arXiv 2404.14469)."""
+"""SnapKV: LLM Knows What You are Looking for Before Generation (arXiv 2404.14469), and budgets built upon it."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ class SnapKV(Method):
     kind: ClassVar[Kind] = "heuristic"
     source: ClassVar[str] = "arXiv 2404.14469"
     formula: ClassVar[str] = "Σ_i p"
+    cost: ClassVar[str] = "2·g·w·d"
     presets: ClassVar = {
         "paper": {},
         "kvpress": {"window": 64, "pool": "avg", "kernel_size": 5},
@@ -41,3 +42,23 @@ class SnapKV(Method):
     def score(self, win: AttentionWindow, *, impl: Impl = "auto") -> Tensor:
         """[B, H, N] float32: attention mass, summed over the window, mean over the group."""
         return scoring.compute("attention_mass", win, impl=impl)
+
+
+@dataclass(frozen=True)
+class PyramidKV(SnapKV):
+    """PyramidKV (arXiv 2406.02069): SnapKV's scores; lower layers get larger budgets, falling linearly."""
+
+    name: ClassVar[str] = "pyramidkv"
+    source: ClassVar[str] = "arXiv 2406.02069"
+    allocation: ClassVar[str] = "pyramid"
+
+    window: int = 8
+
+
+@dataclass(frozen=True)
+class AdaKV(SnapKV):
+    """Ada-KV (arXiv 2407.11550): SnapKV's scores; the heads of a layer compete for one budget."""
+
+    name: ClassVar[str] = "adakv"
+    source: ClassVar[str] = "arXiv 2407.11550"
+    allocation: ClassVar[str] = "ada"

@@ -18,17 +18,21 @@ if TYPE_CHECKING:
 _MODULES: dict[str, str] = {"reference": "reference", "torch": "tiled", "triton": "triton"}
 
 
-def compute(quantity: Quantity, win: AttentionWindow, *, impl: Impl = "auto", reduce: Reduce = "sum") -> Tensor:
+def compute(
+    quantity: Quantity, win: AttentionWindow, *, impl: Impl = "auto", reduce: Reduce = "sum", **options: Any
+) -> Tensor:
     """One window quantity per key, from the named implementation.
 
     Args:
-        quantity: "perturbation" (DropKV's cost) or "attention_mass" (SnapKV's).
+        quantity: "perturbation" (DropKV's cost), "attention_mass" (SnapKV's), "alignment" or "chunk_alignment"
+            (AnDPro's two forms).
         impl: "reference", "torch" or "triton"; "auto" takes triton on CUDA where its kernels cover the input, else
             torch.
         reduce: over a KV head's rows: "sum" (sum over the window, mean over the group) or "max" (over both).
+        options: the quantity's own, as `reference` documents them; the Triton kernels know none.
 
     Returns:
-        [B, H, N] float32; costs below float32's smallest normal number are 0.
+        [B, H, N] float32; magnitudes below float32's smallest normal number are 0.
 
     Raises:
         ValueError: an unknown quantity, implementation or reduction, or an implementation that cannot take this
@@ -37,20 +41,24 @@ def compute(quantity: Quantity, win: AttentionWindow, *, impl: Impl = "auto", re
     expect_choice("quantity", quantity, get_args(Quantity))
     expect_choice("impl", impl, get_args(Impl))
     expect_choice("reduce", reduce, get_args(Reduce))
-    chosen = _choose(quantity, win, reduce) if impl == "auto" else impl
-    if impl == "triton" and (reason := _triton_unsupported(quantity, win, reduce)):
+    chosen = _choose(quantity, win, reduce, options) if impl == "auto" else impl
+    if impl == "triton" and (reason := _triton_unsupported(quantity, win, reduce, options)):
         raise ValueError(f"impl: expected one that can take this input, got 'triton': {reason}")
     module = _module(chosen)
-    scores: Tensor = getattr(module, quantity)(win, reduce=reduce).to(torch.float32)
-    return scores.masked_fill(scores < torch.finfo(torch.float32).tiny, 0.0) if chosen == "reference" else scores
+    scores: Tensor = getattr(module, quantity)(win, reduce=reduce, **options).to(torch.float32)
+    return scores.masked_fill(scores.abs() < torch.finfo(torch.float32).tiny, 0.0) if chosen == "reference" else scores
 
 
-def _choose(quantity: Quantity, win: AttentionWindow, reduce: Reduce) -> Impl:
+def _choose(quantity: Quantity, win: AttentionWindow, reduce: Reduce, options: dict[str, Any]) -> Impl:
     on_gpu = win.k.is_cuda and importlib.util.find_spec("triton") is not None
-    return "triton" if on_gpu and _triton_unsupported(quantity, win, reduce) is None else "torch"
+    return "triton" if on_gpu and _triton_unsupported(quantity, win, reduce, options) is None else "torch"
 
 
-def _triton_unsupported(quantity: Quantity, win: AttentionWindow, reduce: Reduce) -> str | None:
+def _triton_unsupported(
+    quantity: Quantity, win: AttentionWindow, reduce: Reduce, options: dict[str, Any]
+) -> str | None:
+    if quantity not in ("perturbation", "attention_mass") or options:
+        return f"the kernels compute no {quantity} with {options}" if options else f"the kernels compute no {quantity}"
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed (pip install decantkv[triton])"
     reason: str | None = _module("triton").unsupported(win, quantity=quantity, reduce=reduce)

@@ -1,7 +1,7 @@
 """The specification: every score in the paper's symbols, in the inputs' precision but never below float32.
 
 Nothing here is fast. The tiled and the Triton implementations are judged against these functions in float64; these
-functions are judged against an oracle that deletes a key and recomputes the attention (tests/oracle.py).
+functions are judged against an oracle that deletes a key and recomputes the attention (theory/oracle.py).
 Tensors of rows are [B, H, g, w, N]: batch, KV head, query head of the group, window position, key.
 """
 
@@ -69,32 +69,88 @@ def softmax(win: AttentionWindow) -> Softmax:
     return Softmax(p, odds, a, top, p_top, a_rest, seen)
 
 
-def perturbation(win: AttentionWindow, *, reduce: str = "sum") -> Tensor:
+def perturbation(win: AttentionWindow, *, reduce: str = "sum", weigh: str = "value") -> Tensor:
     """DropKV's cost s_j = (1/g) Σ_i [ p_ij/(1−p_ij) · ‖a_i − v_j‖ ]² (the paper's Lemma 1 and §3.3).
 
     `reduce="max"` takes the largest row instead of the sum over the window and the mean over the group.
+    `weigh="output"` measures ‖W_O(a_i − v_j)‖ instead, behind each query head's own slice of W_O.
 
     Returns:
         [B, H, N] in the precision of the computation.
     """
     rows = softmax(win)
-    v = win.v.to(rows.a.dtype)
-    distance = torch.cdist(rows.a.flatten(2, 3), v, compute_mode="donot_use_mm_for_euclid_dist")
-    cost = rows.odds * distance.view_as(rows.odds)
-    v_top = v[:, :, None].expand(*rows.odds.shape[:3], *v.shape[2:])
-    v_top = v_top.gather(3, rows.top.expand(*rows.top.shape[:-1], v.shape[-1]))
+    v = win.v.to(rows.a.dtype)[:, :, None].expand(-1, -1, win.group_size, -1, -1)
+    v_top = v.gather(3, rows.top.expand(*rows.top.shape[:-1], v.shape[-1]))
+    a, rest_top = rows.a, rows.a_rest - v_top
+    if weigh == "output":
+        a, v, rest_top = (project(x, win) for x in (a, v, rest_top))
+    distance = torch.cdist(a, v, compute_mode="donot_use_mm_for_euclid_dist")
     # Lemma 1 in its other form, p·‖a₋ⱼ − v_j‖, for the one key whose odds may be huge.
-    cost_top = rows.p_top * torch.linalg.vector_norm(rows.a_rest - v_top, dim=-1, keepdim=True)
-    return reduce_rows(cost.scatter(-1, rows.top, cost_top).square(), reduce)
+    cost_top = rows.p_top * torch.linalg.vector_norm(rest_top, dim=-1, keepdim=True)
+    return reduce_rows((rows.odds * distance).scatter(-1, rows.top, cost_top).square(), reduce)
 
 
-def attention_mass(win: AttentionWindow, *, reduce: str = "sum") -> Tensor:
+def attention_mass(
+    win: AttentionWindow, *, reduce: str = "sum", row_pool: str = "none", kernel_size: int = 1
+) -> Tensor:
     """SnapKV's (1/g) Σ_i p_ij, or with `reduce="max"` the largest p_ij over the rows.
+
+    `row_pool` and `kernel_size` pool every row's p over the keys before the window, ahead of the reduction.
 
     Returns:
         [B, H, N] in the precision of the computation.
     """
-    return reduce_rows(softmax(win).p, reduce)
+    return reduce_rows(pool_rows(softmax(win).p, win, row_pool, kernel_size), reduce)
+
+
+def alignment(win: AttentionWindow, *, reduce: str = "sum") -> Tensor:
+    """AnDPro's token form (1/g) Σ_i p_ij ⟨v_j, a_i⟩/‖a_i‖; 0 where a row's output is 0. May be negative.
+
+    Returns:
+        [B, H, N] in the precision of the computation.
+    """
+    rows = softmax(win)
+    norm = torch.linalg.vector_norm(rows.a, dim=-1, keepdim=True)
+    direction = rows.a / norm.where(norm > 0, 1.0)
+    along = direction @ win.v.to(rows.a.dtype)[:, :, None].mT
+    return reduce_rows(rows.p * along, reduce)
+
+
+def chunk_alignment(
+    win: AttentionWindow, *, reduce: str = "sum", row_pool: str = "max", kernel_size: int = 7, chunk: int = 4
+) -> Tensor:
+    """AnDPro's chunk form: (1/g) Σ_i ⟨z_ci, u_i⟩ for a key's chunk c, z_ci = Σ_{j∈c} p̃_ij v_j, u_i = Σ_c z_ci.
+
+    p̃ is p pooled along each row. Chunks count from a row's first real key; the first chunk and the window take no
+    part in u. The window's keys score 0.
+
+    Returns:
+        [B, H, N] in the precision of the computation.
+    """
+    p = pool_rows(softmax(win).p, win, row_pool, kernel_size)
+    v = win.v.to(p.dtype)[:, :, None]
+    droppable = win.droppable(chunk)[:, None, None, None]
+    u = (p * droppable) @ v
+    tokens = reduce_rows(p * (u @ v.mT), reduce)
+    return win.chunk_sums(tokens, chunk)
+
+
+def project(x: Tensor, win: AttentionWindow) -> Tensor:
+    """[B, H, g, M, Dv] to [B, H, g, M, E]: each query head's slice of W_O."""
+    if win.output_projection is None:
+        raise ValueError("output_projection: expected W_O as [HQ, Dv, E], got None")
+    w_o = win.output_projection.to(x.dtype)
+    return x @ w_o.view(win.num_kv_heads, win.group_size, *w_o.shape[1:])
+
+
+def pool_rows(p: Tensor, win: AttentionWindow, row_pool: str, kernel_size: int) -> Tensor:
+    """Pool [B, H, g, w, N] along the keys before the window, zeros beyond the edges; the window's keys as they are."""
+    if row_pool == "none" or kernel_size == 1:
+        return p
+    stop = win.kv_len - win.window
+    head = torch.nn.functional.pad(p[..., :stop], (kernel_size // 2, kernel_size // 2))
+    near = head.unfold(-1, kernel_size, 1)  # [B, H, g, w, stop, kernel]
+    return torch.cat([near.amax(-1) if row_pool == "max" else near.mean(-1), p[..., stop:]], dim=-1)
 
 
 def reduce_rows(rows: Tensor, reduce: str) -> Tensor:

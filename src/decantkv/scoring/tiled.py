@@ -7,9 +7,11 @@ that an attention sink stays exact; the second turns each tile into scores. Tens
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from decantkv.scoring.window import AttentionWindow
@@ -28,33 +30,78 @@ class RowState(NamedTuple):
     acc_rest: Tensor  # [B, H, g, w, Dv] Σ exp(s − m_rest) v over the others
 
 
-def perturbation(win: AttentionWindow, *, reduce: str = "sum") -> Tensor:
+def perturbation(win: AttentionWindow, *, reduce: str = "sum", weigh: str = "value") -> Tensor:
     """DropKV's cost; the formula and the result are `reference.perturbation`'s, as [B, H, N] float32."""
+    metric = _output_metric(win) if weigh == "output" else None
     state = _fold(win)
     v_top = _values_at(win, state.top)
     a_rest = state.acc_rest / state.l_rest.where(state.l_rest > 0, 1.0)[..., None]
     p_top = _p_top(state)
     a = p_top[..., None] * v_top + (1 - p_top)[..., None] * a_rest
-    a_norm = a.square().sum(-1)
+    a_norm = _squared_norm(a, metric)
     scores = torch.empty(win.k.shape[:3], dtype=torch.float32, device=win.k.device)
     for start, stop, s in _tiles(win):
         v = _rows_of(win.v, start, stop)
-        distance = a_norm[..., None] + v.square().sum(-1)[..., None, :] - 2 * (a @ v.mT)
+        cross = (a if metric is None else a @ metric) @ v.mT
+        distance = a_norm[..., None] + _squared_norm(v, metric)[..., None, :] - 2 * cross
         cost = _odds(s, state, start).square_().mul_(distance.clamp_min_(0))
         scores[:, :, start:stop] = _reduce(cost, reduce)
     # Lemma 1 in its other form, p·‖a₋ⱼ − v_j‖, for the one key a row whose odds may be huge.
-    cost_top = (p_top * torch.linalg.vector_norm(a_rest - v_top, dim=-1)).square()
+    cost_top = p_top.square() * _squared_norm(a_rest - v_top, metric).clamp_min(0)
     return _add_top(scores, state, cost_top.to(torch.float32), reduce, win.group_size)
 
 
-def attention_mass(win: AttentionWindow, *, reduce: str = "sum") -> Tensor:
+def attention_mass(
+    win: AttentionWindow, *, reduce: str = "sum", row_pool: str = "none", kernel_size: int = 1
+) -> Tensor:
     """SnapKV's attention mass; the formula is `reference.attention_mass`'s, as [B, H, N] float32."""
-    state = _fold(win)
+    state = _fold(replace(win, v=win.v[..., :0]))  # no output is needed
     scores = torch.empty(win.k.shape[:3], dtype=torch.float32, device=win.k.device)
-    for start, stop, s in _tiles(win):
-        odds = _odds(s, state, start)
-        scores[:, :, start:stop] = _reduce(odds / (1 + odds), reduce)
-    return _add_top(scores, state, _p_top(state).to(torch.float32), reduce, win.group_size)
+    for start, stop, p in _weights(win, state, row_pool, kernel_size):
+        scores[:, :, start:stop] = _reduce(p, reduce)
+    return _flush_tiny(scores)
+
+
+def alignment(win: AttentionWindow, *, reduce: str = "sum") -> Tensor:
+    """AnDPro's token form; the formula is `reference.alignment`'s, as [B, H, N] float32."""
+    state = _fold(win)
+    p_top = _p_top(state)[..., None]
+    a = p_top * _values_at(win, state.top)
+    a = a + (1 - p_top) * state.acc_rest / state.l_rest.where(state.l_rest > 0, 1.0)[..., None]
+    norm = torch.linalg.vector_norm(a, dim=-1, keepdim=True)
+    direction = a / norm.where(norm > 0, 1.0)
+    scores = torch.empty(win.k.shape[:3], dtype=torch.float32, device=win.k.device)
+    for start, stop, p in _weights(win, state, "none", 1):
+        scores[:, :, start:stop] = _reduce(p.mul_(direction @ _rows_of(win.v, start, stop).mT), reduce)
+    return _flush_tiny(scores)
+
+
+def chunk_alignment(
+    win: AttentionWindow, *, reduce: str = "sum", row_pool: str = "max", kernel_size: int = 7, chunk: int = 4
+) -> Tensor:
+    """AnDPro's chunk form; the formula is `reference.chunk_alignment`'s, as [B, H, N] float32."""
+    state = _fold(replace(win, v=win.v[..., :0]))
+    droppable = win.droppable(chunk)[:, None, None, None]
+    u = torch.zeros(*state.top.shape, win.v.shape[3], dtype=state.m_top.dtype, device=win.k.device)
+    for start, stop, p in _weights(win, state, row_pool, kernel_size):
+        u += p.mul_(droppable[..., start:stop]) @ _rows_of(win.v, start, stop)
+    scores = torch.empty(win.k.shape[:3], dtype=torch.float32, device=win.k.device)
+    for start, stop, p in _weights(win, state, row_pool, kernel_size):
+        scores[:, :, start:stop] = _reduce(p.mul_(u @ _rows_of(win.v, start, stop).mT), reduce)
+    return _flush_tiny(win.chunk_sums(scores, chunk))
+
+
+def _output_metric(win: AttentionWindow) -> Tensor:
+    """[H, g, Dv, Dv] W_O W_Oᵀ of each query head, so that ‖x W_O‖² = x M xᵀ without anything of width E per key."""
+    if win.output_projection is None:
+        raise ValueError("output_projection: expected W_O as [HQ, Dv, E], got None")
+    w_o = win.output_projection.to(_dtype(win))
+    return (w_o @ w_o.mT).view(win.num_kv_heads, win.group_size, *([win.v.shape[3]] * 2))
+
+
+def _squared_norm(x: Tensor, metric: Tensor | None) -> Tensor:
+    """‖x‖² or x M xᵀ over the last dimension of [B, H, g or 1, M, Dv]."""
+    return x.square().sum(-1) if metric is None else ((x @ metric) * x).sum(-1)
 
 
 def _dtype(win: AttentionWindow) -> torch.dtype:
@@ -64,7 +111,10 @@ def _dtype(win: AttentionWindow) -> torch.dtype:
 def _tile_length(win: AttentionWindow) -> int:
     rows = win.q.shape[1] * win.window
     width = win.k.shape[3] + win.v.shape[3]
-    per_key = win.batch * torch.finfo(_dtype(win)).bits // 8 * (4 * rows + 2 * win.num_kv_heads * width)
+    per_head = 2 * win.num_kv_heads * width
+    if win.output_projection is not None:
+        per_head += win.q.shape[1] * win.v.shape[3]
+    per_key = win.batch * torch.finfo(_dtype(win)).bits // 8 * (4 * rows + per_head)
     return min(win.kv_len, max(16, SCRATCH_BYTES // per_key))
 
 
@@ -80,10 +130,31 @@ def _tiles(win: AttentionWindow) -> Iterator[tuple[int, int, Tensor]]:
     length = _tile_length(win)
     for start in range(0, win.kv_len, length):
         stop = min(start + length, win.kv_len)
-        s = q @ _rows_of(win.k, start, stop).mT
-        if win.softcap is not None:
-            s = s.div_(win.softcap).tanh_().mul_(win.softcap)
-        yield start, stop, s.masked_fill_(~win.visible(start, stop), -torch.inf)
+        yield start, stop, _logits(win, q, start, stop)
+
+
+def _logits(win: AttentionWindow, q: Tensor, start: int, stop: int) -> Tensor:
+    s: Tensor = q @ _rows_of(win.k, start, stop).mT
+    if win.softcap is not None:
+        s = s.div_(win.softcap).tanh_().mul_(win.softcap)
+    return s.masked_fill_(~win.visible(start, stop), -torch.inf)
+
+
+def _weights(win: AttentionWindow, state: RowState, pool: str, kernel_size: int) -> Iterator[tuple[int, int, Tensor]]:
+    """Tiles of weights p [B, H, g, w, T], pooled along the keys before the window, zeros beyond their edges."""
+    q = win.grouped_q().to(_dtype(win)) * win.scale
+    m, z = _finite(state.m_top)[..., None], (1 + _rest_over_top(state))[..., None]
+    length, edge = _tile_length(win), win.kv_len - win.window
+    reach = kernel_size // 2 if pool != "none" else 0
+    for start in [*range(0, edge, length), *range(edge, win.kv_len, length)]:
+        stop = min(start + length, edge if start < edge else win.kv_len)
+        low, high = (max(0, start - reach), min(edge, stop + reach)) if start < edge else (start, stop)
+        p = _logits(win, q, low, high).sub_(m).exp_().div_(z)
+        if reach and start < edge:
+            p = F.pad(p, (reach - (start - low), reach - (high - stop))).flatten(0, 3)[:, None]
+            pooled = F.max_pool1d(p, kernel_size, 1) if pool == "max" else F.avg_pool1d(p, kernel_size, 1)
+            p = pooled.view(*m.shape[:4], stop - start)
+        yield start, stop, p
 
 
 def _fold(win: AttentionWindow) -> RowState:
@@ -169,7 +240,12 @@ def _add_top(scores: Tensor, state: RowState, cost: Tensor, reduce: str, group_s
         here = scores.gather(2, index)
         here = here + value / group_size if reduce == "sum" else torch.maximum(here, value)
         scores.scatter_(2, index, here)
-    return scores.masked_fill_(scores < TINY, 0.0)
+    return _flush_tiny(scores)
+
+
+def _flush_tiny(scores: Tensor) -> Tensor:
+    """Numbers below float32's smallest normal one depend on the device; they become 0."""
+    return scores.masked_fill_(scores.abs() < TINY, 0.0)
 
 
 def _finite(x: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -82,12 +82,45 @@ class AttentionWindow:
         """[B, H, g, w, D]: the queries beside the KV head they share."""
         return self.q.reshape(self.batch, self.num_kv_heads, self.group_size, self.window, self.q.shape[3])
 
+    def last(self, rows: int) -> AttentionWindow:
+        """The same call seen by its last `rows` queries alone."""
+        if rows >= self.window:
+            return self
+        out = self.out if self.out is None else self.out[:, :, -rows:]
+        lse = self.lse if self.lse is None else self.lse[:, :, -rows:]
+        mask = self.mask if self.mask is None else self.mask[:, :, -rows:]
+        return replace(self, q=self.q[:, :, -rows:], mask=mask, out=out, lse=lse)
+
     def real(self, start: int = 0, stop: int | None = None) -> Tensor:
         """[B or 1, stop − start] bool: which keys are no pads."""
         position = torch.arange(start, self.kv_len if stop is None else stop, device=self.k.device)
         if self.lengths is None:
             return torch.ones_like(position, dtype=torch.bool)[None]
         return position >= (self.kv_len - self.lengths.to(position.device))[:, None]
+
+    def droppable(self, first: int) -> Tensor:
+        """[B or 1, N] bool: the real keys behind the first `first` ones and before the window."""
+        position = torch.arange(self.kv_len, device=self.k.device)
+        start = 0 if self.lengths is None else self.kv_len - self.lengths.to(position.device)[:, None]
+        droppable = (position >= start + first) & (position < self.kv_len - self.window)
+        return droppable.view(-1, self.kv_len)
+
+    def chunk_sums(self, scores: Tensor, chunk: int) -> Tensor:
+        """Give every key before the window its chunk's sum; chunks count from a row's first real key.
+
+        Args:
+            scores: [B, H, N]. The window's keys become 0.
+        """
+        stop, sums = self.kv_len - self.window, torch.zeros_like(scores)
+        lengths = [self.kv_len] * self.batch if self.lengths is None else self.lengths.tolist()
+        for row, length in enumerate(lengths):
+            real = scores[row, :, self.kv_len - length : stop]
+            if real.shape[1] == 0:  # nothing before the window
+                continue
+            ragged = torch.nn.functional.pad(real, (0, -real.shape[1] % chunk))
+            total = ragged.view(self.num_kv_heads, -1, chunk).sum(-1)
+            sums[row, :, self.kv_len - length : stop] = total.repeat_interleave(chunk, 1)[:, : real.shape[1]]
+        return sums
 
     def visible(self, start: int = 0, stop: int | None = None) -> Tensor:
         """[B or 1, 1, 1, w, stop − start] bool: which of the keys [start, stop) each row sees."""
@@ -165,9 +198,8 @@ def make_window(
         _check_optional("output_projection", output_projection, (q_window.shape[1], v.shape[3], width))
     if rotate is not None and not callable(rotate):
         raise TypeError(f"rotate: expected a function (x, positions) -> x or None, got {_describe(rotate)}")
-    return AttentionWindow(
-        q_window, k, v, scale, lengths, softcap, sink_logits, mask, out, lse, layer_idx, queries, output_projection, rotate
-    )
+    extra = (out, lse, layer_idx, queries, output_projection, rotate)
+    return AttentionWindow(q_window, k, v, scale, lengths, softcap, sink_logits, mask, *extra)
 
 
 def _describe(value: object) -> str:

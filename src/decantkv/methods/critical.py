@@ -1,0 +1,70 @@
+"""CriticalKV: Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective (2502.03805)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from decantkv import scoring
+from decantkv.methods.base import Kind
+from decantkv.methods.snapkv import SnapKV
+from decantkv.methods.stages import keep_highest
+from decantkv.options import Impl, Need, Quantity, expect_choice, expect_fraction
+from decantkv.scoring import streams
+from decantkv.scoring.window import AttentionWindow
+
+_BASES: dict[str, Quantity] = {"snapkv": "attention_mass", "dropkv": "perturbation"}
+
+
+@dataclass(frozen=True)
+class CriticalKV(SnapKV):
+    """Bound the output's shift by score × ‖W_O v‖₁, after half of the budget has gone by the base score alone.
+
+    Attributes:
+        base: whose score is bounded: "snapkv", as published, or "dropkv". Pooling comes before the bound.
+        first_stage: share of the budget, always-kept tokens included, that the base score alone decides.
+        epsilon: added to the base score, so that a large value is not lost behind a weight of 0.
+    """
+
+    name: ClassVar[str] = "criticalkv"
+    kind: ClassVar[Kind] = "upper bound"
+    source: ClassVar[str] = "arXiv 2502.03805"
+    formula: ClassVar[str] = "(Σ_i p + 1e-4)·‖W_O v‖₁, half by Σ_i p"
+    cost: ClassVar[str] = "2·g·w·d + g·d·E"
+    presets: ClassVar = SnapKV.presets
+
+    base: str = "snapkv"
+    first_stage: float = 0.5
+    epsilon: float = 1e-4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        expect_choice("CriticalKV.base", self.base, _BASES)
+        expect_fraction("CriticalKV.first_stage", self.first_stage)
+        expect_fraction("CriticalKV.epsilon", self.epsilon)
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """The attention's output projection."""
+        return frozenset({"W_O"})
+
+    def score(self, win: AttentionWindow, *, impl: Impl = "auto") -> Tensor:
+        """[B, H, N] float32: the second stage's bound, of the unpooled base score."""
+        norm = streams.projected_norm(win, self._expect_need(win, "W_O"))
+        return (self.base_score(win, impl=impl) + self.epsilon) * norm
+
+    def base_score(self, win: AttentionWindow, *, impl: Impl = "auto") -> Tensor:
+        """[B, H, N] float32: what the first stage ranks by and the second bounds."""
+        return scoring.compute(_BASES[self.base], win, impl=impl)
+
+    def rank(self, pooled: Tensor, win: AttentionWindow, n_keep: Sequence[int]) -> Tensor:
+        """The first stage's choice ahead of all others, which follow by the bound."""
+        norm = streams.projected_norm(win, self._expect_need(win, "W_O"))
+        norm = norm if pooled.shape[1] == norm.shape[1] else norm.mean(1, keepdim=True)
+        bound = (pooled + self.epsilon) * norm
+        counts = torch.tensor([int(n * self.first_stage) for n in n_keep], device=pooled.device)
+        return keep_highest(bound, by=pooled, counts=counts[:, None].expand(pooled.shape[:2]))
