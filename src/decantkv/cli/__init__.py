@@ -1,0 +1,55 @@
+"""The command line. Exit codes: 0 done, 1 a run that failed, 2 bad input, 130 interrupted."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from typing import Any
+
+import click
+import typer
+from rich.console import Console
+
+app = typer.Typer(
+    name="decantkv",
+    help="Keep the few cached tokens that matter: DropKV and its rivals for unmodified Hugging Face models.",
+    epilog="Exit codes: 0 done, 1 a run that failed, 2 bad input, 130 interrupted.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+COMMANDS = ("decantkv.cli.generate", "decantkv.cli.methods")
+
+
+def build() -> Any:
+    """The command with all its subcommands; each module registers itself on `app`."""
+    for module in COMMANDS:
+        importlib.import_module(module)
+    return typer.main.get_command(app)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line; errors are one line on stderr."""
+    try:
+        code = build().main(args=arguments, prog_name="decantkv", standalone_mode=False)
+    except click.exceptions.Exit as stop:
+        code = stop.exit_code
+    except click.ClickException as error:
+        code = fail(error.format_message())
+    except (click.exceptions.Abort, KeyboardInterrupt):
+        code = 130
+    except (ValueError, TypeError) as error:
+        code = fail(str(error))
+    except Exception as error:
+        code = fail(f"{type(error).__name__}: {error}", code=1)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def fail(message: str, *, code: int = 2) -> int:
+    """Say what went wrong in one line."""
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console.print(f"[bold red]error:[/] {' '.join(message.split())}", markup=True)
+    return code

@@ -1,0 +1,99 @@
+"""Loading a model for the command line: a hub id, a folder, or a GGUF file that is converted once."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+GGUF_MAGIC = b"GGUF"
+
+
+def load(
+    source: str | Path, *, dtype: torch.dtype | None = None, device: str | torch.device | None = None
+) -> tuple[PreTrainedModel, Any]:
+    """Load a causal language model and its tokenizer for inference.
+
+    Args:
+        source: a model id, a folder written by `save_pretrained`, or a `.gguf` file. A GGUF's weights are
+            dequantised and kept as safetensors in the user's cache folder, so that only the first load is slow.
+        dtype: of the weights; None means float32 on a CPU, where it is fastest, and the model's own on a GPU.
+        device: None means the first GPU if there is one.
+
+    Returns:
+        The model in evaluation mode, and its tokenizer.
+
+    Raises:
+        ValueError: there is no model at `source`.
+    """
+    place = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    path = Path(source)
+    if path.is_file():
+        path = convert_gguf(path)
+    elif path.is_dir() and not (path / "config.json").is_file():
+        raise ValueError(f"model: expected a folder with a config.json, got {source}")
+    name = str(path) if path.exists() else str(source)
+    kind = dtype if dtype is not None else torch.float32 if place.type == "cpu" else "auto"
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=kind)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"model: expected a model id, a model folder or a .gguf file, got {source}: {reason}"
+        ) from error
+    return model.to(place).eval(), tokenizer
+
+
+def convert_gguf(path: Path) -> Path:
+    """The folder of a GGUF file's dequantised float32 weights, written on first use.
+
+    Raises:
+        ValueError: the file is no GGUF.
+    """
+    with path.open("rb") as file:
+        if file.read(len(GGUF_MAGIC)) != GGUF_MAGIC:
+            raise ValueError(f"model: expected a .gguf file or a model folder, got the file {path}")
+        file.seek(0)
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    target = cache_folder() / f"{path.stem}-{digest[:16]}"
+    if target.is_dir():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(dir=target.parent, prefix=".converting-"))
+    try:
+        where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+        model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+        model.hf_quantizer = None  # it would refuse to save weights that are no longer quantised
+        if hasattr(model.config, "quantization_config"):
+            del model.config.quantization_config
+        model.save_pretrained(scratch)
+        AutoTokenizer.from_pretrained(**where).save_pretrained(scratch)
+        scratch.rename(target)  # all or nothing: an interrupted conversion leaves no folder behind that looks whole
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return target
+
+
+def cache_folder() -> Path:
+    """Where converted models live: $DECANTKV_CACHE, or decantkv in the user's cache folder."""
+    if own := os.environ.get("DECANTKV_CACHE"):
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "decantkv"
+
+
+def chat_prompt(tokenizer: Any, text: str) -> tuple[str, bool]:
+    """The text as one user message in the model's chat template, and whether there is a template.
+
+    The template writes special tokens itself, so tokenise with `add_special_tokens=not templated`.
+    """
+    if getattr(tokenizer, "chat_template", None) is None:
+        return text, False
+    messages = [{"role": "user", "content": text}]
+    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True), True
