@@ -1,0 +1,1 @@
+"""One prefill a prompt, many evictions of it decoded together."""

@@ -1,0 +1,302 @@
+"""Evicted copies of prompts as rows of one batch: fed, scored and decoded together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin, DynamicCache
+
+from decantkv.cache import cache_argument, text_config
+from decantkv.eval.engine.attention import attending
+from decantkv.eval.engine.prompt import Reading
+from decantkv.eval.engine.quantise import quantise_keys, quantise_values
+from decantkv.selection import FILLER, Kept
+
+ALIGN = 16  # slots; attention kernels want rows of masks aligned
+CHECK_EVERY = 8  # steps between looks at whether all rows are done, where looking makes the host wait
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """One copy of a prompt's cache and what is to be done with it.
+
+    Attributes:
+        reading: the prompt.
+        cut: how many of its tokens the copy stands for; positions go on from there.
+        rest: the prompt's tokens after the cut, still to be fed.
+        kept: per layer [layers, H, K], or None for all `cut` tokens.
+        bits: numbers of the copy go through this many bits; 0 leaves them alone.
+        max_new_tokens: where generation is cut.
+        stops: token ids that end the answer.
+        answer_first: the first token may not be a stop.
+    """
+
+    reading: Reading
+    cut: int
+    rest: tuple[int, ...]
+    kept: Kept | None = None
+    bits: int = 0
+    max_new_tokens: int = 0
+    stops: tuple[int, ...] = ()
+    answer_first: bool = False
+
+    @property
+    def stored(self) -> int:
+        """Slots of the copy."""
+        return self.cut if self.kept is None else self.kept.indices.shape[2]
+
+    def first_token(self) -> int:
+        """Greedy token after a prompt that is wholly read."""
+        logits = self.reading.next_logits
+        return int(_forbid(logits[None], [self]).argmax(-1)[0])
+
+    def nbytes(self, slots: int) -> int:
+        """Bytes of the copy in a batch of that many slots."""
+        return self.reading.nbytes // self.reading.length * slots
+
+
+class RowLayer(CacheLayerMixin):
+    """One layer's buffers [R, H, S, D]; new tokens go to the slots that the batch says."""
+
+    is_sliding = False
+
+    def __init__(self, batch: RowBatch, keys: Tensor, values: Tensor) -> None:
+        self.batch, self.keys, self.values = batch, keys, values
+        self.is_initialized = True
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing to prepare."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write the new tokens; all slots are returned, masks hide the unused ones."""
+        self.keys.index_copy_(2, self.batch.slots, key_states)
+        self.values.index_copy_(2, self.batch.slots, value_states)
+        return self.keys, self.values
+
+    def get_seq_length(self) -> int:
+        """Slots; positions are given, not derived."""
+        return self.keys.shape[2]
+
+    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
+        """All slots, no offset."""
+        return self.keys.shape[2], 0
+
+    def get_max_length(self) -> int:
+        """Slots."""
+        return self.keys.shape[2]
+
+    get_max_cache_shape = get_max_length
+
+
+class RowBatch:
+    """Rows side by side, each with its own tokens, masks and positions."""
+
+    def __init__(self, model: PreTrainedModel, rows: Sequence[Row], *, room: int, graphs: bool = False) -> None:
+        """Gather the rows' tokens.
+
+        Args:
+            room: new tokens a row may get.
+            graphs: replay one captured CUDA graph a step.
+        """
+        self.model, self.rows, self.graphs = model, list(rows), graphs
+        self.device = rows[0].reading.keys[0].device
+        self.begin = max(row.stored for row in rows)
+        self.slots_total = -(-(self.begin + room) // ALIGN) * ALIGN
+        self.used = 0  # new slots
+        self.logical = torch.tensor([row.cut for row in rows], device=self.device)
+        self.slots = torch.zeros(1, dtype=torch.long, device=self.device)
+        self.cache = DynamicCache(config=text_config(model))
+        self.cache.layer_class_to_replicate = None
+        self._name = cache_argument(model)
+        self._shown = self._read_shown()
+        layers = range(len(rows[0].reading.keys))
+        self.cache.layers = [RowLayer(self, *self._gather(i)) for i in layers]
+        self._masks: list[Tensor] = []
+
+    def mask_of(self, layer_idx: int) -> Tensor:
+        """[R, 1 or H, T, S] bool: what the tokens being fed may see."""
+        return self._masks[layer_idx % len(self._masks)]
+
+    def _read_shown(self) -> list[Tensor]:
+        """[R, 1 or H, S] bool per layer, which slots hold a token; a single entry where all layers agree."""
+        valid = [None if row.kept is None else row.kept.valid() for row in self.rows]
+        ragged = any(v is not None and not bool(v.all()) for v in valid)
+        layers, heads = len(self.rows[0].reading.keys), self.rows[0].reading.keys[0].shape[1]
+        shape = (layers, len(self.rows), heads, self.slots_total) if ragged else (1, len(self.rows), 1, self.slots_total)
+        shown = torch.zeros(shape, dtype=torch.bool, device=self.device)
+        for r, row in enumerate(self.rows):
+            here = valid[r]
+            shown[:, r, :, : row.stored] = True if here is None or not ragged else here
+        return list(shown)
+
+    def _gather(self, layer: int) -> tuple[Tensor, Tensor]:
+        buffers = []
+        for name in ("keys", "values"):
+            first = getattr(self.rows[0].reading, name)[layer]
+            buffer = first.new_zeros(len(self.rows), first.shape[1], self.slots_total, first.shape[3])
+            for r, row in enumerate(self.rows):
+                whole = getattr(row.reading, name)[layer][:, :, : row.cut]
+                if row.bits:
+                    whole = (quantise_keys if name == "keys" else quantise_values)(whole, row.bits)
+                if row.kept is not None:
+                    at = row.kept.indices[layer].clamp_min(0)[None, :, :, None].expand(-1, -1, -1, whole.shape[3])
+                    whole = whole.gather(2, at)
+                buffer[r, :, : row.stored] = whole[0]
+            buffers.append(buffer)
+        return buffers[0], buffers[1]
+
+    @torch.no_grad()
+    def feed(self, tokens: Sequence[Sequence[int]], *, keep: int = 1) -> Tensor:
+        """Feed each row its tokens (at least one); returns logits [R, keep, V] of the last `keep` of each.
+
+        Shorter rows are padded on the left with slots that nobody sees.
+        """
+        width = max(len(row) for row in tokens)
+        padded = torch.tensor([[0] * (width - len(row)) + list(row) for row in tokens], device=self.device)
+        lengths = torch.tensor([len(row) for row in tokens], device=self.device)
+        real = torch.arange(width, device=self.device) >= (width - lengths)[:, None]
+        positions = (self.logical[:, None] + torch.cumsum(real, 1) - 1).clamp_min(0)
+        start = self.begin + self.used
+        self.slots = torch.arange(start, start + width, device=self.device)
+        for shown in self._shown:
+            shown[:, :, start : start + width] = real[:, None]
+        future = torch.arange(self.slots_total, device=self.device) > self.slots[:, None]  # [T, S]
+        self._masks = [shown[:, :, None] & ~future for shown in self._shown]
+        self.used += width
+        self.logical = self.logical + lengths
+        return self._forward(padded, positions, keep)
+
+    def rewind(self) -> None:
+        """Forget all new tokens."""
+        for shown in self._shown:
+            shown[:, :, self.begin :] = False
+        self.used = 0
+        self.logical = torch.tensor([row.cut for row in self.rows], device=self.device)
+
+    def _forward(self, tokens: Tensor, positions: Tensor, keep: int) -> Tensor:
+        with attending(self.model, self):
+            out = self.model(
+                tokens, position_ids=positions, use_cache=True, logits_to_keep=keep, **{self._name: self.cache}
+            )
+        logits: Tensor = out.logits
+        return logits
+
+    def forced_logits(self, continuations: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Per row [C, V] float32: logits that predict each token of its continuation, given all before it.
+
+        The row's rest is fed first. Where nothing is left to feed, the first token's logits are the prompt's own,
+        which no eviction can change.
+        """
+        keep = max(len(c) for c in continuations)
+        fed = [(*row.rest, *c[:-1]) for row, c in zip(self.rows, continuations, strict=True)]
+        if not any(fed):
+            return [row.reading.next_logits[None] for row in self.rows]
+        logits = self.feed([f or (0,) for f in fed], keep=keep)
+        self.rewind()
+        out = []
+        for r, (row, wanted) in enumerate(zip(self.rows, continuations, strict=True)):
+            if row.rest:
+                out.append(logits[r, keep - len(wanted) :].float())
+            else:
+                own = logits[r, keep - len(wanted) + 1 :].float() if len(wanted) > 1 else logits[r, :0].float()
+                out.append(torch.cat([row.reading.next_logits[None], own]))
+        return out
+
+    @torch.no_grad()
+    def generate(self) -> list[list[int]]:
+        """Greedy answers of all rows, each ending with its stop token or at its limit."""
+        begun = [[] if row.rest else [row.first_token()] for row in self.rows]
+        first = self.feed([row.rest or b for row, b in zip(self.rows, begun, strict=True)])[:, -1]
+        limits = torch.tensor(
+            [row.max_new_tokens - len(b) for row, b in zip(self.rows, begun, strict=True)], device=self.device
+        )
+        tokens = _forbid(first, [None if b else row for row, b in zip(self.rows, begun, strict=True)]).argmax(-1)
+        decoder = _Decoder(self, tokens, limits, _stop_table(self.rows, self.device))
+        produced = decoder.run()
+        return [
+            _until_stop([*b, *new], row) for b, new, row in zip(begun, produced.tolist(), self.rows, strict=True)
+        ]
+
+
+class _Decoder:
+    """Greedy steps whose tensors stay in place, so that one step can be captured and replayed."""
+
+    def __init__(self, batch: RowBatch, first: Tensor, limits: Tensor, stops: Tensor) -> None:
+        self.batch, self.limits, self.stops = batch, limits, stops
+        self.most = int(limits.max())
+        self.tokens = first[:, None].clone()
+        self.positions = batch.logical[:, None].clone()
+        self.slot = torch.full((1,), batch.begin + batch.used, device=batch.device)
+        self.count = torch.ones(1, dtype=torch.long, device=batch.device)
+        self.out = torch.zeros(len(first), max(self.most, 1), dtype=torch.long, device=batch.device)
+        self.out[:, 0] = first
+        self.done = (first[:, None] == stops).any(-1) | (limits <= 1)
+
+    def run(self) -> Tensor:
+        """[R, most] token ids; what follows a row's end is noise."""
+        steps = self.most - 1
+        if steps < 1 or bool(self.done.all()):
+            return self.out
+        self.batch.slots = self.slot
+        self.batch._masks = [shown[:, :, None] for shown in self.batch._shown]
+        step = self._captured() if self.batch.graphs else self._step
+        steps -= int(self.count) - 1  # a capture has taken some
+        waits = self.batch.device.type == "cuda"
+        for i in range(steps):
+            step()
+            if (not waits or i % CHECK_EVERY == CHECK_EVERY - 1) and bool(self.done.all()):
+                break
+        return self.out
+
+    def _step(self) -> None:
+        for shown in self.batch._shown:
+            shown.index_fill_(2, self.slot, True)
+        logits = self.batch._forward(self.tokens, self.positions, 1)
+        token = logits[:, -1].argmax(-1, keepdim=True)
+        self.out.index_copy_(1, self.count, token)
+        self.tokens.copy_(token)
+        self.positions.add_(1)
+        self.slot.add_(1)
+        self.count.add_(1)
+        self.done.logical_or_((token == self.stops).any(-1)).logical_or_(self.count >= self.limits)
+
+    def _captured(self) -> Any:
+        """The step as a CUDA graph; two real steps warm it up on a side stream."""
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(min(2, self.most - 1)):
+                self._step()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._step()
+        return graph.replay
+
+
+def _stop_table(rows: Sequence[Row], device: torch.device) -> Tensor:
+    """[R, E] stop ids, −1 where a row has fewer."""
+    width = max(1, *(len(row.stops) for row in rows))
+    return torch.tensor([[*row.stops, *[FILLER] * (width - len(row.stops))] for row in rows], device=device)
+
+
+def _forbid(logits: Tensor, rows: Sequence[Row | None]) -> Tensor:
+    """Logits [R, V] with the stops at −inf for rows that must answer something first."""
+    for r, row in enumerate(rows):
+        if row is not None and row.answer_first and row.stops:
+            logits = logits.clone()
+            logits[r, list(row.stops)] = -torch.inf
+    return logits
+
+
+def _until_stop(tokens: list[int], row: Row) -> list[int]:
+    answer = tokens[: row.max_new_tokens]
+    for i, token in enumerate(answer):
+        if token in row.stops:
+            return answer[: i + 1]
+    return answer
