@@ -110,15 +110,16 @@ def test_no_row_breaks_the_relaxed_bound(case):
     best = best_subset(pool, k).shift
     shift = pool.joint(smallest(pool.cost(), k))
     found = cone(pool.residual(0))
-    directions = [] if found.direction is None else [found.direction]
     axis = torch.zeros(pool.v.shape[1], dtype=torch.float64)
     axis[0] = 1.0
-    for direction in (*directions, axis):
-        for entry in bounds.relaxed(pool, k, direction):
-            assert shift <= entry.bound(best) * SLACK + 1e-15
-    tight = bounds.tightest(pool, k, best, directions)
-    if tight is not None and found.holds:
-        assert tight.bound(best) <= bounds.bound_factor(found.c, pool.epsilon, k) * best * (1 + 1e-6) + 1e-15
+    entries = bounds.scan(pool, k, found)
+    for entry in [*entries, *bounds.relaxed(pool, k, axis)]:
+        assert shift <= entry.bound(best) * SLACK + 1e-15
+    assert best * bounds.certified_ratio(entries, shift) >= shift * (1 - 1e-9)
+    if found.holds:
+        theorem = bounds.bound_factor(found.c, pool.epsilon, k)
+        assert bounds.tightest(entries, best).bound(best) <= theorem * best * (1 + 1e-6) + 1e-15
+        assert bounds.certified_ratio(entries, shift) <= theorem * (1 + 1e-6)
 
 
 def test_relaxed_bound_without_outliers_is_the_theorem():
@@ -136,9 +137,20 @@ def test_relaxed_bound_reaches_where_no_cone_exists():
     assert not found.holds
     assert bounds.bound_factor(found.c, pool.epsilon, 3) == math.inf
     best = best_subset(pool, 3).shift
-    tight = bounds.tightest(pool, 3, best, [])
+    tight = bounds.tightest(bounds.scan(pool, 3, found), best)
     assert tight.outliers == 1
     assert pool.joint(smallest(pool.cost(), 3)) <= tight.bound(best) < 1.2 * best
+
+
+def test_apertures_of_a_large_pool_are_spread():
+    gen = torch.Generator().manual_seed(0)
+    p = torch.rand(1, 3000, generator=gen, dtype=torch.float64) * 1e-5
+    pool = make_pool(p, torch.randn(1, 3000, 4, generator=gen, dtype=torch.float64))
+    entries = bounds.relaxed(pool, 5, torch.nn.functional.normalize(torch.ones(4).double(), dim=0), apertures=40)
+    assert 5 <= len(entries) <= 40
+    cosines = [entry.c for entry in entries]
+    assert cosines == sorted(cosines)
+    assert [entry.mu for entry in entries] == sorted(entry.mu for entry in entries)
 
 
 def test_the_factors_in_numbers():

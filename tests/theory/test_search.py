@@ -15,7 +15,7 @@ from decantkv.theory import oracle
 from decantkv.theory.cone import cone
 from decantkv.theory.hardness import balanced_partition
 from decantkv.theory.rows import Rows, rows_of, smallest
-from decantkv.theory.search import best_subset
+from decantkv.theory.search import best_subset, best_subsets
 
 from .test_oracle import worked_example
 
@@ -71,10 +71,21 @@ def test_best_subset_is_the_best(num_rows, m, k):
     assert shifts[best.subset] == best.shift
 
 
+def test_a_pool_of_twenty():
+    """As large as `verify` searches: C(20, 8) sets, checked against the plain loop at k = 3."""
+    rows = random_rows(2, 20, seed=1)
+    found = best_subsets(rows, (3, 8))
+    shifts = {s: rows.joint(s) for s in itertools.combinations(range(20), 3)}
+    assert found[3].subset == min(shifts, key=shifts.get)
+    assert len(found[8].subset) == 8
+    for out, new in itertools.product(found[8].subset, set(range(20)) - set(found[8].subset)):
+        assert rows.joint(sorted({*found[8].subset, new} - {out})) >= found[8].shift  # no swap helps
+
+
 def test_the_cap_is_kept():
     rows = random_rows(1, 20, seed=0)
-    with pytest.raises(ValueError, match="expected at most 1000 subsets"):
-        best_subset(rows, 8, cap=1000)
+    with pytest.raises(ValueError, match="expected at most 19 keys"):
+        best_subset(rows, 8, cap=19)
     with pytest.raises(ValueError, match="k: expected 1 to 20"):
         best_subset(rows, 21)
 

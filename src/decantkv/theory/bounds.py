@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from decantkv.theory.cone import Cone
 from decantkv.theory.rows import Rows
 
 
@@ -63,8 +64,8 @@ class Relaxed:
         return self.factor * (best + self.addend)
 
 
-def relaxed(pool: Rows, k: int, direction: Tensor) -> list[Relaxed]:
-    """The relaxed bound of a one-row pool at every aperture that a direction offers, widest cone first.
+def relaxed(pool: Rows, k: int, direction: Tensor, *, apertures: int = 64) -> list[Relaxed]:
+    """The relaxed bound of a one-row pool at the apertures that a direction offers, widest cone first.
 
     A k-subset T splits into members of the cone and outliers O. Projected on u its weighted residuals are at least
     c·Σ_{T∖O} p‖r‖ − Σ_{T∩O} p‖r‖ ≥ c·Σ_T p‖r‖ − (1 + c)µ; the rest of Theorem 1's proof carries over. Every c in
@@ -74,9 +75,10 @@ def relaxed(pool: Rows, k: int, direction: Tensor) -> list[Relaxed]:
         pool: one row.
         k: how many keys go.
         direction: [Dv] unit vector u; the cone's own, or any other.
+        apertures: how many numbers of outliers to try: all in a pool no larger, else spread geometrically.
 
     Returns:
-        One entry per distinct positive cosine in the pool. Empty where no residual points along u.
+        One entry per aperture with c > 0. Empty where no residual points along u.
 
     Raises:
         ValueError: a pool of several rows.
@@ -89,28 +91,44 @@ def relaxed(pool: Rows, k: int, direction: Tensor) -> list[Relaxed]:
     order = torch.argsort(cosine)
     cosine, weighted = cosine[order], weighted[order]
     entries = []
-    for outliers in range(pool.num_keys):
+    fewest = int((cosine <= 0).sum())
+    for outliers in _spread(fewest, pool.num_keys, apertures):
         c = min(float(cosine[outliers]), 1.0)
-        if c <= 0 or (outliers and c == float(cosine[outliers - 1])):
-            continue
         mu = float(weighted[:outliers].topk(min(k, outliers)).values.sum())
-        factor = bound_factor(c, pool.epsilon, k)
-        entries.append(Relaxed(c, outliers, mu, (1 + c) * mu, factor))
+        entries.append(Relaxed(c, outliers, mu, (1 + c) * mu, bound_factor(c, pool.epsilon, k)))
     return entries
 
 
-def tightest(pool: Rows, k: int, best: float, directions: list[Tensor]) -> Relaxed | None:
-    """The relaxed bound that says most about a pool whose best k-subset shifts the output by `best`.
+def _spread(start: int, stop: int, most: int) -> list[int]:
+    """At most `most` ascending numbers from start to below stop, densest at the start."""
+    n = stop - start
+    if n <= most:
+        return list(range(start, stop))
+    return sorted({start, *(start + round((n - 1) ** (i / (most - 2))) for i in range(most - 1))})
 
-    Args:
-        directions: unit vectors to scan besides the mean of the unit residuals and the mean of the weighted ones.
-    """
+
+def scan(pool: Rows, k: int, found: Cone) -> list[Relaxed]:
+    """Relaxed bounds along the cone's direction, the mean of the unit residuals and the mean of the weighted ones."""
     residual = pool.residual(0)
     distance = torch.linalg.vector_norm(residual, dim=-1, keepdim=True)
     unit = residual / distance.where(distance > 0, 1.0)
+    directions = [] if found.direction is None else [found.direction]
     for mean in (unit.mean(0), pool.p[0] @ residual):
         norm = torch.linalg.vector_norm(mean)
         if norm > 0:
-            directions = [*directions, mean / norm]
-    entries = [entry for direction in directions for entry in relaxed(pool, k, direction)]
+            directions.append(mean / norm)
+    return [entry for direction in directions for entry in relaxed(pool, k, direction)]
+
+
+def tightest(entries: list[Relaxed], best: float) -> Relaxed | None:
+    """The entry that says most about a pool whose best k-subset shifts the output by `best`."""
     return min(entries, key=lambda entry: entry.bound(best), default=None)
+
+
+def certified_ratio(entries: list[Relaxed], shift: float) -> float:
+    """How many times the best shift the k cheapest keys' `shift` can be at most, without knowing the best one.
+
+    Solving the relaxed bound for it: best ≥ shift/factor − (1 + c)µ. inf where no aperture leaves anything.
+    """
+    least = max((shift / entry.factor - entry.addend for entry in entries), default=0.0)
+    return shift / least if least > 0 else math.inf

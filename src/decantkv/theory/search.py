@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -11,8 +10,8 @@ import numpy as np
 
 from decantkv.theory.rows import Rows
 
-CAP = 2_000_000  # subsets one search may look at; C(20, 8) = 125,970, C(24, 8) = 735,471
-_CHUNK = 16_384  # subsets held as a dense 0/1 matrix at a time
+CAP = 22  # keys of a pool that is searched: 2^22 subsets, 32 MiB a table
+_FINALISTS = 8
 
 
 @dataclass(frozen=True)
@@ -27,44 +26,79 @@ class Best:
 
 
 def best_subset(pool: Rows, k: int, *, cap: int = CAP) -> Best:
-    """The k-subset of a pool whose removal moves the rows least, F(S) = √Σ_i ‖Δ_i(S)‖², exactly.
+    """`best_subsets` for one k."""
+    return best_subsets(pool, (k,), cap=cap)[k]
 
-    Choosing it is NP-hard (see `hardness`), so every subset is looked at, and pools with more than `cap` refused.
+
+def best_subsets(pool: Rows, ks: Sequence[int], *, cap: int = CAP) -> dict[int, Best]:
+    """For every k the k-subset of a pool whose removal moves the rows least, F(S) = √Σ_i ‖Δ_i(S)‖², exactly.
+
+    Choosing it is NP-hard (see `hardness`), so all 2^M subsets are looked at, and larger pools refused. The keys are
+    split into two halves: ‖Σ_S p r‖² is each half's own part plus twice their product, which for all pairs of half
+    sets is one matrix product.
+
+    Args:
+        pool: M keys, M ≤ cap.
+        ks: how many keys go, each in 1..M.
 
     Raises:
-        ValueError: k outside 1..M, or more than `cap` subsets.
+        ValueError: a k outside 1..M, or a pool of more than `cap` keys.
     """
-    if not 1 <= k <= pool.num_keys:
-        raise ValueError(f"k: expected 1 to {pool.num_keys} (the pool's keys), got {k}")
-    if math.comb(pool.num_keys, k) > cap:
-        raise ValueError(
-            f"pool: expected at most {cap} subsets (cap), got {math.comb(pool.num_keys, k)} for "
-            f"{k} of {pool.num_keys} keys"
-        )
-    p = pool.p.cpu().numpy()
-    weighted = [p[i, :, None] * pool.residual(i).cpu().numpy() for i in range(pool.num_rows)]
-    gram = [w @ w.T for w in weighted]
-    subsets = _subsets(pool.num_keys, k)
-    squared = np.empty(len(subsets))
-    for start in range(0, len(subsets), _CHUNK):
-        chosen = subsets[start : start + _CHUNK]
-        member = np.zeros((len(chosen), pool.num_keys))
-        np.put_along_axis(member, chosen.astype(np.intp), 1.0, axis=1)
-        total = np.zeros(len(chosen))
-        for i in range(pool.num_rows):
-            moved = np.einsum("sm,sm->s", member @ gram[i], member)
-            left = np.maximum(1 - member @ p[i], np.finfo(float).tiny)
-            total += moved.clip(min=0) / left**2
-        squared[start : start + _CHUNK] = total
-    # The Gram form loses half the digits near 0; the residuals themselves decide among the smallest few.
-    finalists = np.argpartition(squared, min(31, len(squared) - 1))[:32]
-    shifts = [pool.joint(subsets[i].tolist()) for i in finalists]
-    winner = int(np.argmin(shifts))
-    return Best(tuple(int(j) for j in subsets[finalists[winner]]), shifts[winner])
+    m = pool.num_keys
+    if m > cap:
+        raise ValueError(f"pool: expected at most {cap} keys (cap: all 2^M subsets are looked at), got {m}")
+    if not all(1 <= k <= m for k in ks):
+        raise ValueError(f"k: expected 1 to {m} (the pool's keys), got {list(ks)}")
+    low, high = m // 2, m - m // 2
+    x_low, x_high = _members(low), _members(high)  # [2^half, half]
+    squared = np.zeros((len(x_high), len(x_low)))
+    for i in range(pool.num_rows):
+        p = pool.p[i].cpu().numpy()
+        weighted = p[:, None] * pool.residual(i).cpu().numpy()  # [M, Dv]
+        _add_squared_shift(squared, x_high @ weighted[low:], x_low @ weighted[:low], x_high @ p[low:], x_low @ p[:low])
+    flat = squared.ravel()  # index = the set's bits, key j at bit j
+    best = {}
+    for k in ks:
+        sets = _sets_of(m, k)
+        # the sum of three squares loses half the digits near 0; the residuals decide among the smallest few
+        few = min(_FINALISTS, len(sets))
+        finalists = [_keys(int(s), m) for s in sets[np.argpartition(flat[sets], few - 1)[:few]]]
+        shifts = [pool.joint(subset) for subset in finalists]
+        winner = int(np.argmin(shifts))
+        best[k] = Best(finalists[winner], shifts[winner])
+    return best
+
+
+def _add_squared_shift(
+    total: np.ndarray, moved_high: np.ndarray, moved_low: np.ndarray, mass_high: np.ndarray, mass_low: np.ndarray
+) -> None:
+    """Add one row's ‖Δ(S)‖² to `total` [2^high, 2^low], a cache's worth at a time."""
+    own_low, twice_low = (moved_low**2).sum(-1), 2 * moved_low.T
+    step = max(1, 2**16 // len(mass_low))
+    for start in range(0, len(total), step):
+        part = slice(start, start + step)
+        squared = moved_high[part] @ twice_low
+        squared += (moved_high[part] ** 2).sum(-1)[:, None]
+        squared += own_low
+        np.maximum(squared, 0.0, out=squared)
+        left = (1 - mass_high[part])[:, None] - mass_low
+        np.maximum(left, 1e-100, out=left)
+        squared /= left
+        squared /= left
+        total[part] += squared
 
 
 @lru_cache(maxsize=32)
-def _subsets(n: int, k: int) -> np.ndarray:
-    """[C(n, k), k] uint8: every ascending k-subset of n keys."""
-    flat = np.fromiter(itertools.chain.from_iterable(itertools.combinations(range(n), k)), dtype=np.uint8)
-    return flat.reshape(-1, k)
+def _members(n: int) -> np.ndarray:
+    """[2^n, n] float64: row s holds the bits of s."""
+    return (np.arange(2**n)[:, None] >> np.arange(n) & 1).astype(float)
+
+
+@lru_cache(maxsize=64)
+def _sets_of(n: int, k: int) -> np.ndarray:
+    """[C(n, k)] int64: the bit patterns of all k-subsets of n keys."""
+    return np.flatnonzero(np.bitwise_count(np.arange(2**n)) == k)
+
+
+def _keys(bits: int, n: int) -> tuple[int, ...]:
+    return tuple(j for j in range(n) if bits >> j & 1)
