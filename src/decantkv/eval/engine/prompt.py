@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,18 +14,17 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from decantkv import interface
 from decantkv.cache import cache_argument, check_model, text_config
+from decantkv.eval.engine.parts import output_projections, rotation
 from decantkv.interface import AttentionCall, Hold
-from decantkv.scoring.window import AttentionWindow, make_window
-from decantkv.selection import Kept
-from decantkv.settings import Settings
+from decantkv.scoring.window import AttentionWindow, Rotate, make_window
 
 _serial = itertools.count()
 
 
 class WatchedLayer(DynamicLayer):
-    """Keeps everything, and beside it the last `rows` queries with what the model's attention call said."""
+    """Keeps everything, and beside it the last `rows` queries (None: all) with what the attention call said."""
 
-    def __init__(self, layer_idx: int, cache_id: int, rows: int) -> None:
+    def __init__(self, layer_idx: int, cache_id: int, rows: int | None) -> None:
         super().__init__()
         self.layer_idx, self.cache_id, self.rows = layer_idx, cache_id, rows
         self.queries: Tensor | None = None  # [1, HQ, ≤ rows, D]
@@ -44,11 +43,11 @@ class WatchedLayer(DynamicLayer):
     def after_attention(self, call: AttentionCall) -> None:
         """Keep the newest queries."""
         newest = call.query if self.queries is None else torch.cat([self.queries, call.query], dim=2)
-        self.queries = newest[:, :, -self.rows :].clone()
-        self.call = AttentionCall(**{**vars(call), "query": self.queries, "key": None, "value": None, "mask": None})
+        self.queries = newest if self.rows is None else newest[:, :, -self.rows :].clone()
+        self.call = replace(call, query=self.queries, key=self.queries, value=self.queries, mask=None)
 
-    def window(self, rows: int) -> AttentionWindow:
-        """The last queries with all keys and values, as methods receive them."""
+    def window(self, rows: int, parts: Parts) -> AttentionWindow:
+        """The last `rows` queries with all keys and values, as methods receive them."""
         if self.queries is None or self.call is None:
             raise RuntimeError("the layer has not seen a prompt")
         return make_window(
@@ -59,7 +58,18 @@ class WatchedLayer(DynamicLayer):
             softcap=self.call.softcap,
             sink_logits=self.call.sink_logits,
             layer_idx=self.layer_idx,
+            queries=self.queries if self.rows is None else None,
+            output_projection=parts.projections.get(self.layer_idx),
+            rotate=parts.rotate,
         )
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What methods need beyond queries, keys and values; empty where no method asks."""
+
+    projections: dict[int, Tensor]
+    rotate: Rotate | None
 
 
 @dataclass
@@ -88,12 +98,19 @@ class Reader:
 
     Args:
         rows: how many of the last queries the policies' methods look at, at most.
+        needs: what the methods name as theirs.
         chunk: tokens of one forward.
     """
 
-    def __init__(self, model: PreTrainedModel, *, rows: int, chunk: int = 32768) -> None:
+    def __init__(
+        self, model: PreTrainedModel, *, rows: int, needs: frozenset[str] = frozenset(), chunk: int = 32768
+    ) -> None:
         check_model(model)
         self.model, self.rows, self.chunk = model, max(rows, 1), chunk
+        self._all_queries = "queries" in needs
+        self._parts = Parts(
+            output_projections(model) if "W_O" in needs else {}, rotation(model) if "rotate" in needs else None
+        )
         self._name = cache_argument(model)
         probe = DynamicCache(config=text_config(model)).layers
         others = sorted({type(layer).__name__ for layer in probe if type(layer) is not DynamicLayer})
@@ -112,7 +129,8 @@ class Reader:
         """
         cache_id = next(_serial)
         cache = DynamicCache(config=text_config(self.model))
-        self._watched = [WatchedLayer(i, cache_id, self.rows) for i in range(self._layers)]
+        remembered = None if self._all_queries else self.rows
+        self._watched = [WatchedLayer(i, cache_id, remembered) for i in range(self._layers)]
         cache.layers = list(self._watched)
         cache.layer_class_to_replicate = None
         tokens = torch.tensor([list(ids)], device=self.model.device)
@@ -121,7 +139,7 @@ class Reader:
             begin = 0
             for cut in sorted({*cuts, len(ids)}):
                 begin = self._forward(tokens, begin, cut, cache)
-                yield cut, [layer.window(self.rows) for layer in self._watched]
+                yield cut, [layer.window(self.rows, self._parts) for layer in self._watched]
         finally:
             interface.forget()
             hold.close()
@@ -139,27 +157,3 @@ class Reader:
             out = self.model(part, position_ids=positions, use_cache=True, logits_to_keep=1, **{self._name: cache})
             self._next_logits = out.logits[0, -1].float()
         return stop
-
-
-def choose(windows: Sequence[AttentionWindow], settings: Settings, scores: Tensor) -> Kept:
-    """What a policy keeps in every layer, from the stacked scores [layers, H, N]; indices are [layers, H, K]."""
-    return settings.choose(scores, lengths=None)
-
-
-def score(windows: Sequence[AttentionWindow], settings: Settings) -> Tensor:
-    """[layers, H, N] float32: the method's scores in every layer."""
-    return torch.cat([settings.score(_narrow(window, settings.rows)) for window in windows])
-
-
-def _narrow(window: AttentionWindow, rows: int) -> AttentionWindow:
-    if window.window <= rows:
-        return window
-    return make_window(
-        window.q[:, :, -rows:],
-        window.k,
-        window.v,
-        scale=window.scale,
-        softcap=window.softcap,
-        sink_logits=window.sink_logits,
-        layer_idx=window.layer_idx,
-    )

@@ -2,16 +2,16 @@
 
 from decantkv.eval.ruler.haystack import Haystack, hub_haystack, load_haystack
 from decantkv.eval.ruler.qa import QuestionSet, load_questions
-from decantkv.eval.ruler.tasks import TASKS, Sources, check_task, samples
+from decantkv.eval.ruler.tasks import TASKS, Series, Sources, check_task
 
 __all__ = [
     "TASKS",
     "Haystack",
     "QuestionSet",
+    "Series",
     "Sources",
     "check_task",
     "hub_haystack",
     "load_haystack",
     "load_questions",
-    "samples",
 ]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import difflib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from decantkv.eval.ruler.draft import Draft, Maker
+from decantkv.eval.ruler.draft import Maker
 from decantkv.eval.ruler.fit import Fit
 from decantkv.eval.ruler.haystack import Haystack
 from decantkv.eval.ruler.niah import Niah
@@ -97,51 +97,59 @@ def maker(task: str, length: int, sources: Sources, *, seed: int, count_tokens: 
     return Documents(questions, questions.in_order(seed))
 
 
-def samples(
-    task: str,
-    length: int,
-    sources: Sources,
-    *,
-    count: int,
-    measure: Measure,
-    count_tokens: Callable[[str], int],
-    seed: int = 42,
-) -> Iterator[Sample]:
-    """The first `count` samples of a task whose prompt and answer together fill `length` tokens.
+class Series:
+    """The samples of a task at a length; prompt and answer together fill `length` tokens.
 
     Every sample has random draws of its own, from (seed, task, length, index): a run that stops and starts again,
     or asks for more samples later, makes the same ones.
-
-    Args:
-        measure: tokens of a sample as the model reads it.
-        count_tokens: tokens of a plain text.
-
-    Raises:
-        ValueError: an unknown task, a text that is missing, or a length that cannot hold the task.
     """
-    make = maker(task, length, sources, seed=seed, count_tokens=count_tokens)
-    details = sources.describe(task)
 
-    def as_sample(draft: Draft, index: int) -> Sample:
-        return Sample(
+    def __init__(
+        self,
+        task: str,
+        length: int,
+        sources: Sources,
+        *,
+        measure: Measure,
+        count_tokens: Callable[[str], int],
+        seed: int = 42,
+    ) -> None:
+        """Prepare the generator.
+
+        Args:
+            measure: tokens of a sample as the model reads it.
+            count_tokens: tokens of a plain text.
+
+        Raises:
+            ValueError: an unknown task, or one whose text is missing.
+        """
+        self.task, self.length, self.seed, self._measure = task, length, seed, measure
+        self._make = maker(task, length, sources, seed=seed, count_tokens=count_tokens)
+        self._details = sources.describe(task)
+        self._fit = Fit(length, self._make.least, self._make.step, what=task)
+
+    def sample(self, index: int) -> Sample:
+        """Sample number `index`.
+
+        Raises:
+            ValueError: the length cannot hold the task, or the questions have run out.
+        """
+        return self._fit.largest(lambda size: self._built(size, index))
+
+    def _built(self, size: int, index: int) -> tuple[Sample, int]:
+        rng = random.Random(f"{self.seed}/{self.task}/{self.length}/{index}")
+        draft = self._make.draft(size, rng, index)
+        sample = Sample(
             suite="ruler",
-            task=task,
-            length=length,
+            task=self.task,
+            length=self.length,
             index=index,
             context=draft.context,
             question=draft.question,
             answer_prefix=draft.answer_prefix,
             references=draft.references,
-            max_new_tokens=NEW_TOKENS[task],
-            metric="string_match_part" if task.startswith("qa_") else "string_match_all",
-            details=details,
+            max_new_tokens=NEW_TOKENS[self.task],
+            metric="string_match_part" if self.task.startswith("qa_") else "string_match_all",
+            details=self._details,
         )
-
-    def measured(size: int, index: int) -> tuple[Sample, int]:
-        rng = random.Random(f"{seed}/{task}/{length}/{index}")
-        sample = as_sample(make.draft(size, rng, index), index)
-        return sample, measure(sample) + sample.max_new_tokens
-
-    fit = Fit(length, make.least, make.step, what=task)
-    for index in range(count):
-        yield fit.largest(lambda size, index=index: measured(size, index))
+        return sample, self._measure(sample) + sample.max_new_tokens

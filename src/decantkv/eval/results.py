@@ -1,0 +1,167 @@
+"""Rows of results on disk: JSON lines that a stopped run goes on with, and that never mix configurations."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+ROWS, RUN = "rows.jsonl", "run.json"
+Configuration = Mapping[str, Any]
+
+
+@dataclass(frozen=True, order=True)
+class Cell:
+    """One answer's place in a table.
+
+    Attributes:
+        prompt: the sample's key, suite/task/length/index.
+        regime: "aware", "aware-question", "agnostic"; "any" for the full cache, which knows no regime.
+        policy: label of the method.
+        budget: as typed; "1" for the full cache, "-" where the policy decides.
+    """
+
+    prompt: str
+    regime: str
+    policy: str
+    budget: str
+
+
+def digest(configuration: Configuration) -> str:
+    """Twelve hex digits that name a configuration."""
+    return hashlib.sha256(json.dumps(configuration, sort_keys=True).encode()).hexdigest()[:12]
+
+
+class Store:
+    """The rows of one configuration in one folder, open for more.
+
+    `run.json` holds the configuration and, per session, its circumstances; `rows.jsonl` one line per prompt and one
+    per answer.
+    """
+
+    def __init__(self, folder: Path, configuration: Configuration, circumstances: Mapping[str, Any]) -> None:
+        """Open or begin a folder.
+
+        Raises:
+            ValueError: the folder holds another configuration's rows (the differences are named) or a broken line.
+        """
+        self.folder, self.configuration = folder, dict(configuration)
+        self.name = digest(configuration)
+        self.done: set[Cell] = set()
+        self.prompts: set[str] = set()
+        folder.mkdir(parents=True, exist_ok=True)
+        run = _read_run(folder)
+        if run is not None:
+            _same(run["configuration"], self.configuration, folder)
+        sessions = [] if run is None else run["sessions"]
+        self.session = len(sessions)
+        _drop_torn_line(folder / ROWS)
+        if (folder / ROWS).exists():
+            for row in read_rows(folder / ROWS, config=self.name):
+                self._note(row)
+        _write_whole(folder / RUN, {"configuration": self.configuration, "sessions": [*sessions, dict(circumstances)]})
+        self._file: TextIO = (folder / ROWS).open("a", encoding="utf-8")
+
+    def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Write rows and make sure they are on disk."""
+        for row in rows:
+            whole = {"config": self.name, "session": self.session, **row}
+            self._file.write(json.dumps(whole, ensure_ascii=False, separators=(",", ":")) + "\n")
+            self._note(whole)
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _note(self, row: Mapping[str, Any]) -> None:
+        if row["row"] == "prompt":
+            self.prompts.add(row["prompt"])
+        else:
+            self.done.add(cell_of(row))
+
+
+def cell_of(row: Mapping[str, Any]) -> Cell:
+    """The place of an answer's row."""
+    return Cell(row["prompt"], row["regime"], row["policy"], row["budget"])
+
+
+def read_rows(file: Path, *, config: str | None = None) -> Iterator[dict[str, Any]]:
+    """The rows of a file, .gz understood.
+
+    Raises:
+        ValueError: a line that is no row (it is named), or one of another configuration than `config`.
+    """
+    opened = gzip.open(file, "rt", encoding="utf-8") if file.suffix == ".gz" else file.open(encoding="utf-8")
+    with opened as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                row = json.loads(line)
+                if row["row"] == "answer":
+                    cell_of(row)
+                known = row["row"] in ("prompt", "answer") and "prompt" in row
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(f"results: {file} line {number}: expected a row of results, got {line[:80]!r}") from error
+            if not known:
+                raise ValueError(f"results: {file} line {number}: expected a prompt or an answer, got {line[:80]!r}")
+            if config is not None and row["config"] != config:
+                raise ValueError(
+                    f"results: {file} line {number}: expected rows of configuration {config}, got {row['config']}"
+                )
+            yield row
+
+
+def read_folder(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """(run.json, rows) of a finished or running folder.
+
+    Raises:
+        ValueError: not a folder of results, a broken line, or rows of more than one configuration.
+    """
+    run = _read_run(folder)
+    files = [file for file in (folder / ROWS, folder / f"{ROWS}.gz") if file.is_file()]
+    if run is None or not files:
+        raise ValueError(f"results: expected {RUN} and {ROWS} (or {ROWS}.gz) in {str(folder)!r}, got no such files")
+    name = digest(run["configuration"])
+    return run, [row for file in files for row in read_rows(file, config=name)]
+
+
+def _read_run(folder: Path) -> dict[str, Any] | None:
+    file = folder / RUN
+    if not file.is_file():
+        if (folder / ROWS).exists():
+            raise ValueError(f"results: expected {RUN} beside {ROWS} in {str(folder)!r}, got none")
+        return None
+    try:
+        run: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        return {"configuration": run["configuration"], "sessions": run["sessions"]}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"results: expected a configuration and sessions in {file}, got {error!r}") from error
+
+
+def _same(theirs: Mapping[str, Any], ours: Mapping[str, Any], folder: Path) -> None:
+    differ = [key for key in sorted({*theirs, *ours}) if theirs.get(key) != ours.get(key)]
+    if differ:
+        parts = "; ".join(f"{key}: there {theirs.get(key)!r}, here {ours.get(key)!r}" for key in differ)
+        raise ValueError(f"out: expected a folder of this configuration, got {str(folder)!r} of another one ({parts})")
+
+
+def _drop_torn_line(file: Path) -> None:
+    """A run that was killed while writing leaves half a line at the end: it was never counted as done."""
+    if not file.exists():
+        return
+    with file.open("rb+") as handle:
+        data = handle.read()
+        if data and not data.endswith(b"\n"):
+            handle.truncate(data.rfind(b"\n") + 1)
+
+
+def _write_whole(file: Path, content: Mapping[str, Any]) -> None:
+    temporary = file.with_suffix(".tmp")
+    temporary.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    temporary.replace(file)

@@ -1,0 +1,288 @@
+"""Runs a suite: read a prompt once, evict copies for every policy, budget and regime, decode the copies together."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from decantkv.eval import metrics
+from decantkv.eval.chat import ChatFormat, Encoded, Regime
+from decantkv.eval.engine.keep import choose, score
+from decantkv.eval.engine.policy import Policy
+from decantkv.eval.engine.prompt import Reader, Reading
+from decantkv.eval.engine.quantise import bytes_share
+from decantkv.eval.engine.rows import Row, RowBatch
+from decantkv.eval.results import Cell, Store
+from decantkv.eval.sample import Sample
+from decantkv.selection import Kept
+
+Prompt = tuple[str, Callable[[], Sample]]
+"""A sample's key and how to make it: done prompts are never made."""
+
+SPREAD = 2.0  # rows whose sizes differ more than this do not share a batch, which would be mostly filler
+SMALL = 512  # slots below which that does not matter
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure on every prompt.
+
+    Attributes:
+        policies: "full" is added where it is missing: every score is judged against it.
+        budgets: as typed.
+        regimes: where prompts are cut.
+        likelihood: also the mean negative log-likelihood, per token, of the references under each copy.
+        generate: whether answers are generated and scored.
+    """
+
+    policies: tuple[Policy, ...]
+    budgets: tuple[str, ...]
+    regimes: tuple[Regime, ...]
+    likelihood: bool = False
+    generate: bool = True
+
+    def cells(self, prompt: str) -> list[Cell]:
+        """Every answer wanted for a prompt."""
+        cells = [Cell(prompt, "any", "full", "1")]
+        for regime in self.regimes:
+            for policy in self.policies:
+                if policy.kind == "evict":
+                    cells += [Cell(prompt, regime, policy.label, budget) for budget in self.budgets]
+                elif policy.kind == "quantise":
+                    cells.append(Cell(prompt, regime, policy.label, "-"))
+        return cells
+
+
+@dataclass
+class _Job:
+    """A prompt being worked on."""
+
+    sample: Sample
+    encoded: Encoded
+    reading: Reading
+    rows: list[tuple[Cell, Row, float, float]] = field(default_factory=list)  # with shares of tokens and bytes kept
+
+    @property
+    def nbytes(self) -> int:
+        return self.reading.nbytes + sum(row.nbytes(row.stored) for _, row, _, _ in self.rows)
+
+
+class Runner:
+    """Measures prompts with one model; see `run`.
+
+    Args:
+        stops: token ids that end any answer.
+        memory: bytes for caches; None takes three fifths of what is free.
+        graphs: capture decode steps as CUDA graphs; None means on CUDA.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        form: ChatFormat,
+        plan: Plan,
+        *,
+        stops: Sequence[int],
+        memory: int | None = None,
+        graphs: bool | None = None,
+        max_rows: int = 256,
+    ) -> None:
+        self.model, self.form, self.plan, self.stops = model, form, plan, tuple(stops)
+        self.policies = {policy.label: policy for policy in plan.policies}
+        asked = [policy.settings("1.0") for policy in plan.policies if policy.kind == "evict"]
+        needs = frozenset(need for settings in asked for need in settings.method.needs)
+        self.reader = Reader(model, rows=max((settings.rows for settings in asked), default=1), needs=needs)
+        self.memory = free_memory(model.device) * 3 // 5 if memory is None else memory
+        self.graphs = model.device.type == "cuda" if graphs is None else graphs
+        self.max_rows = max_rows
+        self._newline = _newline_tokens(form.tokenizer)
+
+    def run(
+        self,
+        prompts: Iterable[Prompt],
+        store: Store,
+        *,
+        deadline: float | None = None,
+        progress: Callable[[int], None] = lambda cells: None,
+    ) -> bool:
+        """Measure what the store does not hold yet; True when all is done, False when the deadline came first.
+
+        Args:
+            deadline: `time.monotonic()` after which no new prompt is begun.
+            progress: called with the number of cells that were finished or found done.
+        """
+        jobs: list[_Job] = []
+        for key, make in prompts:
+            wanted = self.plan.cells(key)
+            missing = [cell for cell in wanted if cell not in store.done]
+            progress(len(wanted) - len(missing))
+            if not missing:
+                continue
+            if deadline is not None and time.monotonic() > deadline:
+                self._finish(jobs, store, progress)
+                return False
+            jobs.append(self._read(make(), missing))
+            rows = sum(len(job.rows) for job in jobs)
+            if rows >= self.max_rows or sum(job.nbytes for job in jobs) > self.memory // 2:
+                self._finish(jobs, store, progress)
+                jobs = []
+        self._finish(jobs, store, progress)
+        return True
+
+    def _read(self, sample: Sample, missing: list[Cell]) -> _Job:
+        """Read the prompt and make the rows of its missing cells."""
+        encoded = self.form.encode(sample)
+        cut_of = {cell: encoded.cuts[cell.regime] if cell.regime != "any" else len(encoded.ids) for cell in missing}  # type: ignore[index]
+        kept: dict[Cell, Kept | None] = {}
+        for cut, windows in self.reader.read(encoded.ids, cut_of.values()):
+            here = [cell for cell in missing if cut_of[cell] == cut]
+            kept.update(self._choose(windows, here))
+        job = _Job(sample, encoded, self.reader.reading())
+        for cell in missing:
+            policy = self.policies.get(cell.policy)
+            row = self._row(job, cell, cut_of[cell], kept.get(cell), policy.bits if policy else 0)
+            share = 1.0 if row.kept is None else float(row.kept.counts.float().mean()) / row.cut
+            head_dim = job.reading.values[0].shape[3]
+            job.rows.append((cell, row, share, bytes_share(row.bits, head_dim) if row.bits else share))
+        return job
+
+    def _choose(self, windows: Any, cells: list[Cell]) -> dict[Cell, Kept | None]:
+        scores: dict[object, Tensor] = {}
+        kept: dict[Cell, Kept | None] = {}
+        for cell in cells:
+            policy = self.policies.get(cell.policy)
+            if policy is None or policy.kind != "evict":
+                continue
+            settings = policy.settings(cell.budget)
+            if settings.n_keep([windows[0].kv_len]) == [windows[0].kv_len]:
+                kept[cell] = None
+                continue
+            by = (settings.method, settings.impl)
+            if by not in scores:
+                scores[by] = score(windows, settings)
+            kept[cell] = choose(windows, settings, scores[by])
+        return kept
+
+    def _row(self, job: _Job, cell: Cell, cut: int, kept: Kept | None, bits: int) -> Row:
+        newline = self._newline if job.sample.stop_at_newline else ()
+        return Row(
+            reading=job.reading,
+            cut=cut,
+            rest=job.encoded.ids[cut:],
+            kept=kept,
+            bits=bits,
+            max_new_tokens=job.sample.max_new_tokens,
+            stops=(*self.stops, *newline),
+            answer_first=job.sample.stop_at_newline,
+        )
+
+    def _finish(self, jobs: list[_Job], store: Store, progress: Callable[[int], None]) -> None:
+        if not jobs:
+            return
+        store.append(_prompt_row(job) for job in jobs if job.sample.key not in store.prompts)
+        entries = [(job, *entry) for job in jobs for entry in job.rows]
+        for batch in self._batches(entries):
+            answers = self._measure(batch)
+            store.append(
+                {**_answer_row(cell, row, share, size), **answer}
+                for (_, cell, row, share, size), answer in zip(batch, answers, strict=True)
+            )
+            progress(len(batch))
+
+    def _batches(self, entries: list[Any]) -> Iterator[list[Any]]:
+        """Rows of like size together, as many as memory holds."""
+        batch: list[Any] = []
+        room = 0
+        for entry in sorted(entries, key=lambda entry: entry[2].stored):
+            job, _, row, _, _ = entry
+            need = max(room, len(row.rest) + job.sample.max_new_tokens)
+            nbytes = row.nbytes(row.stored + need) * (len(batch) + 1)  # the newest is the largest
+            wide = bool(batch) and row.stored > max(SMALL, SPREAD * batch[0][2].stored)
+            if batch and (wide or nbytes > self.memory // 2 or len(batch) >= self.max_rows):
+                yield batch
+                batch, need = [], len(row.rest) + job.sample.max_new_tokens
+            batch.append(entry)
+            room = need
+        if batch:
+            yield batch
+
+    def _measure(self, batch: list[Any]) -> list[dict[str, Any]]:
+        rows = [entry[2] for entry in batch]
+        samples = [entry[0].sample for entry in batch]
+        forced = [self._reference_ids(sample) for sample in samples] if self.plan.likelihood else [()] * len(rows)
+        room = max(
+            len(row.rest) + max(row.max_new_tokens if self.plan.generate else 0, len(ids)) + 1
+            for row, ids in zip(rows, forced, strict=True)
+        ) + max(len(row.rest) for row in rows)
+        copies = RowBatch(self.model, rows, room=room, graphs=self.graphs)
+        measured: list[dict[str, Any]] = [{} for _ in rows]
+        if self.plan.likelihood:
+            for found, logits, ids in zip(measured, copies.forced_logits(forced), forced, strict=True):
+                found["nll"] = round(_nll(logits, ids), 5)
+        if self.plan.generate:
+            for found, ids, row, sample in zip(measured, copies.generate(), rows, samples, strict=True):
+                ended = bool(ids) and ids[-1] in row.stops
+                text = self.form.tokenizer.decode(ids[:-1] if ended else ids, skip_special_tokens=True)
+                found |= {
+                    "score": round(metrics.score(sample, text), 5),
+                    "new_tokens": len(ids),
+                    "ended": ended,
+                    "answer": text,
+                }
+        return measured
+
+    def _reference_ids(self, sample: Sample) -> tuple[int, ...]:
+        joined = ", ".join(sample.references) if sample.metric == "string_match_all" else sample.references[0]
+        gap = "" if sample.text.endswith((" ", "\n")) else " "
+        return tuple(self.form.tokenizer(gap + joined, add_special_tokens=False)["input_ids"])
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that are free on a device, or of main memory for the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _nll(logits: Tensor, ids: Sequence[int]) -> float:
+    target = torch.tensor(list(ids), device=logits.device)
+    return float(torch.nn.functional.cross_entropy(logits.float(), target))
+
+
+def _newline_tokens(tokenizer: Any) -> tuple[int, ...]:
+    return tuple(tokenizer("\n", add_special_tokens=False)["input_ids"][-1:])
+
+
+def _prompt_row(job: _Job) -> dict[str, Any]:
+    sample = job.sample
+    return {
+        "row": "prompt",
+        "prompt": sample.key,
+        "task": sample.task,
+        "length": sample.length,
+        "tokens": len(job.encoded.ids),
+        "context_tokens": job.encoded.cuts["agnostic"],
+        "references": list(sample.references),
+        "metric": sample.metric,
+        "limit": sample.max_new_tokens,
+        **{name: value for name, value in sample.details.items() if name != "all_classes"},
+    }
+
+
+def _answer_row(cell: Cell, row: Row, share: float, size: float) -> dict[str, Any]:
+    return {
+        "row": "answer",
+        "prompt": cell.prompt,
+        "regime": cell.regime,
+        "policy": cell.policy,
+        "budget": cell.budget,
+        "kept": round(share, 5),
+        "bytes": round(size, 5),
+    }
