@@ -18,13 +18,15 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 
 from decantkv import interface
+from decantkv.allocation import AllocationRule
 from decantkv.budget import Budget
 from decantkv.interface import AttentionCall, Hold, not_understood
 from decantkv.masks import PromptMask, hide_filler, read_prompt_mask
 from decantkv.methods import Method
-from decantkv.options import Allocation, Impl, Span
+from decantkv.needs import output_projection, rotation
+from decantkv.options import Allocation, Impl, Need, Span
 from decantkv.records import LayerRecord, Recorder, Report, storage_bytes
-from decantkv.scoring.window import AttentionWindow, make_window
+from decantkv.scoring.window import AttentionWindow, Rotate, make_window
 from decantkv.selection import FILLER, Kept
 from decantkv.settings import Settings
 
@@ -237,9 +239,19 @@ class PromptLayer(CacheLayerMixin):
 class EvictingLayer(PromptLayer):
     """Scores its prompt by the model's own attention call and keeps the costliest tokens."""
 
-    def __init__(self, layer_idx: int, cache_id: int, settings: Settings, recorder: Recorder, *, shared: bool) -> None:
+    def __init__(
+        self,
+        layer_idx: int,
+        cache_id: int,
+        settings: Settings,
+        recorder: Recorder,
+        *,
+        shared: bool,
+        rotate: Rotate | None = None,
+    ) -> None:
         super().__init__(layer_idx, cache_id, settings.rows)
-        self.settings, self.recorder, self.shared = settings, recorder, shared
+        self.settings, self.recorder, self.shared, self.rotate = settings, recorder, shared, rotate
+        self.place = (0, 1)  # which of how many evicting layers; the cache knows when all are there
 
     def keep(self, call: AttentionCall, seen: PromptMask, rows: int) -> None:
         """Score, select, compact; a prompt within its budget is kept whole."""
@@ -254,6 +266,8 @@ class EvictingLayer(PromptLayer):
             kept = self._choose(call, seen, rows)
             with self.recorder.stopwatch.measure("compaction", keys.device):
                 self.store_kept(kept)
+                if self.rotate is not None and self.settings.method.renumbers:
+                    self._renumber(kept, self.rotate)
             kept_counts = kept.counts
         self.recorder.layers.append(
             LayerRecord(
@@ -266,6 +280,16 @@ class EvictingLayer(PromptLayer):
             )
         )
 
+    def _renumber(self, kept: Kept, rotate: Rotate) -> None:
+        """Turn kept keys by as many positions as were dropped behind them, so that no distance spans a gap."""
+        if self.store is None:
+            return
+        slots = kept.indices.shape[2]
+        place = torch.arange(self.logical - slots, self.logical, device=kept.indices.device)
+        ahead = torch.where(kept.valid(), place - kept.indices, 0)  # [B, H, K]
+        keys = self.store.keys
+        self.store.keys = rotate(keys.flatten(0, 1)[:, None], ahead.flatten(0, 1)).view_as(keys)
+
     def store_tensors(self) -> list[Tensor]:
         """Keys and values of the kept tokens."""
         return [] if self.store is None else [self.store.keys, self.store.values]
@@ -274,11 +298,12 @@ class EvictingLayer(PromptLayer):
         keys, _ = self._prompt()
         stopwatch, device = self.recorder.stopwatch, keys.device
         with stopwatch.measure("scoring", device):
-            scores = self.settings.score(window_of(call, seen, rows, self.layer_idx))
+            win = window_of(call, seen, rows, self.layer_idx, needs=self.settings.method.needs, rotate=self.rotate)
+            scores = self.settings.score(win)
         # a latent cache (MLA) stores one head for all, some models repeat heads after the cache
         shared = self.shared or call.key.shape[1] != keys.shape[1]
         with stopwatch.measure("selection", device):
-            kept = self.settings.choose(scores, lengths=seen.lengths, shared=shared)
+            kept = self.settings.choose(scores, win=win, lengths=seen.lengths, layer=self.place, shared=shared)
         if call.key.shape[1] != keys.shape[1]:
             heads = keys.shape[1]
             kept = Kept(kept.indices[:, :1].expand(-1, heads, -1), kept.counts[:, :1].expand(-1, heads))
@@ -301,7 +326,7 @@ class EvictingCache(DynamicCache):
         method: str | Method = "dropkv",
         *,
         budget: float | int | Budget,
-        allocation: Allocation = "uniform",
+        allocation: Allocation | AllocationRule | None = None,
         sinks: int | None = None,
         protect: Sequence[Span] = (),
         impl: Impl = "auto",
@@ -313,7 +338,8 @@ class EvictingCache(DynamicCache):
             model: whose prompts this cache will hold.
             method: a name, "name:preset", or a `Method`; `options` are the named method's own.
             budget: what is kept: a fraction in (0, 1] or a number of tokens per head, protected ones included.
-            allocation: "uniform": each head its own tokens; "shared": one set for all heads of a layer.
+            allocation: how the budget is spread: "uniform", "shared" (one set for all heads of a layer), "ada",
+                "ada-kvpress", "heads", "pyramid", "layer", or a rule; None takes the method's own.
             sinks: first tokens always kept; None takes the method's own.
             protect: spans (start, stop) of prompt positions always kept.
             impl: "auto", "reference", "torch" or "triton".
@@ -340,11 +366,15 @@ class EvictingCache(DynamicCache):
         self.settings, self.recorder = settings, recorder
         cache_id = next(_serial)
         shared = text_config(model).model_type in SHARED_SETS
+        rotate = rotation(model) if "rotate" in settings.method.needs else None
 
         def new(layer_idx: int) -> CacheLayerMixin:
-            return EvictingLayer(layer_idx, cache_id, settings, recorder, shared=shared)
+            return EvictingLayer(layer_idx, cache_id, settings, recorder, shared=shared, rotate=rotate)
 
         recorder.left_alone = replace_layers(self, model, new)
+        evicting = [layer for layer in self.layers if isinstance(layer, EvictingLayer)]
+        for place, layer in enumerate(evicting):
+            layer.place = (place, len(evicting))
         self._hold = Hold(model)
 
     def nbytes(self) -> int:
@@ -397,8 +427,16 @@ def replace_layers(cache: DynamicCache, model: PreTrainedModel, new: Callable[[i
     return len(cache.layers) - len(full)
 
 
-def window_of(call: AttentionCall, seen: PromptMask, rows: int, layer_idx: int) -> AttentionWindow:
-    """The attention call of a prompt as the methods receive it, with the last `rows` queries."""
+def window_of(
+    call: AttentionCall,
+    seen: PromptMask,
+    rows: int,
+    layer_idx: int,
+    *,
+    needs: frozenset[Need] = frozenset(),
+    rotate: Rotate | None = None,
+) -> AttentionWindow:
+    """The attention call of a prompt as the methods receive it, with the last `rows` queries and what they need."""
     lengths = None if seen.lengths is None else torch.tensor(seen.lengths, device=call.key.device)
     return make_window(
         call.query[:, :, -rows:],
@@ -410,6 +448,9 @@ def window_of(call: AttentionCall, seen: PromptMask, rows: int, layer_idx: int) 
         sink_logits=call.sink_logits,
         mask=seen.window,
         layer_idx=layer_idx,
+        queries=call.query if "queries" in needs and call.query.shape[2] == call.key.shape[2] else None,
+        output_projection=output_projection(call.module, call.query, call.value) if "W_O" in needs else None,
+        rotate=rotate,
     )
 
 

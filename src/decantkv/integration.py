@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from decantkv import interface
+from decantkv.allocation import AllocationRule
 from decantkv.budget import Budget
 from decantkv.cache import EvictingCache, cache_argument, check_model, new_recorder
 from decantkv.interface import Hold, not_understood
@@ -32,7 +33,7 @@ def attach(
     method: str | Method = "dropkv",
     *,
     budget: float | int | Budget,
-    allocation: Allocation = "uniform",
+    allocation: Allocation | AllocationRule | None = None,
     sinks: int | None = None,
     protect: Sequence[Span] = (),
     impl: Impl = "auto",
@@ -48,7 +49,8 @@ def attach(
         model: an unmodified transformers model; its parameters and configuration are not touched.
         method: a name, "name:preset", or a `Method`; `options` are the named method's own.
         budget: what is kept: a fraction in (0, 1] or a number of tokens per head, protected ones included.
-        allocation: "uniform": each head its own tokens; "shared": one set for all heads of a layer.
+        allocation: how the budget is spread: "uniform", "shared" (one set for all heads of a layer), "ada",
+            "ada-kvpress", "heads", "pyramid", "layer", or a rule; None takes the method's own.
         sinks: first tokens always kept; None takes the method's own.
         protect: spans (start, stop) of prompt positions always kept, from a row's first real token.
         impl: "auto", "reference", "torch" or "triton".

@@ -32,7 +32,7 @@ class AttentionCall:
         softcap: soft cap of the logits, or None.
         sink_logits: [HQ] learned sinks, or None.
         backend: name of the attention implementation, "eager", "sdpa", ...
-        attention_class: class name of the module that called.
+        module: the attention module that called.
     """
 
     query: Tensor
@@ -43,7 +43,12 @@ class AttentionCall:
     softcap: float | None
     sink_logits: Tensor | None
     backend: str
-    attention_class: str
+    module: nn.Module
+
+    @property
+    def attention_class(self) -> str:
+        """The module's class name."""
+        return type(self.module).__name__
 
 
 class Listener(Protocol):
@@ -201,7 +206,7 @@ def _wrap(function: Attention, backend: str) -> Attention:
                 softcap=kwargs.get("softcap"),
                 sink_logits=kwargs.get("s_aux"),
                 backend=backend,
-                attention_class=type(module).__name__,
+                module=module,
             )
         )
         return out

@@ -12,7 +12,7 @@ Need = Literal["queries", "W_O", "rotate"]
 Reduce = Literal["sum", "max"]
 Pool = Literal["max", "avg", "none"]
 PoolScope = Literal["all", "prefix"]
-Allocation = Literal["uniform", "shared"]
+Allocation = Literal["uniform", "shared", "ada", "ada-kvpress", "heads", "pyramid", "layer"]
 Span = tuple[int, int]
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import get_args
+from typing import NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from decantkv.allocation import AllocationRule, Shared, layer_shares, resolve_allocation
 from decantkv.budget import count, fixed_spans
 from decantkv.options import (
     Allocation,
@@ -21,8 +22,11 @@ from decantkv.options import (
     expect_odd,
     expect_spans,
 )
+from decantkv.ranking import FILLER, highest
 
-FILLER = -1
+__all__ = ["FILLER", "Kept", "Order", "order", "pool_scores", "select"]
+
+Rank = Callable[[Tensor, list[int]], Tensor]
 
 
 @dataclass(frozen=True)
@@ -92,9 +96,12 @@ def select(
     pool_scope: PoolScope = "all",
     sinks: int = 0,
     protect: Sequence[Span] = (),
-    allocation: Allocation = "uniform",
+    allocation: Allocation | AllocationRule = "uniform",
     lengths: Sequence[int] | Tensor | None = None,
-    forced_tail: int = 0,
+    forced_tail: int | Sequence[int] = 0,
+    layer: tuple[int, int] = (0, 1),
+    rank: Rank | None = None,
+    shared: bool = False,
 ) -> Kept:
     """Choose the tokens to keep.
 
@@ -108,50 +115,122 @@ def select(
         pool, kernel_size, pool_scope: as in `Method`.
         sinks: the first real tokens, always kept.
         protect: spans (start, stop) of real-token positions, always kept.
-        allocation: "uniform": each head its own tokens; "shared": one set for all heads, by their mean score.
+        allocation: how the layer's budget is spread over its heads: "uniform"; "shared": one set for all, by their
+            mean score; "ada", "ada-kvpress", "heads": heads compete; "pyramid": lower layers keep more; or a rule.
+            "layer" needs every layer's scores: `order` and `allocation.Contest`.
         lengths: real keys of each batch row; pads lie on the left and are never chosen.
-        forced_tail: the last tokens, always kept, beside the window: whichever reaches further back counts.
+        forced_tail: the last tokens, always kept, beside the window: whichever reaches further back counts. One
+            number, or one per batch row.
+        layer: (index, number of layers), for rules that tell layers apart; `n_keep` is the mean over them.
+        rank: turns pooled scores into the order of keeping, given each row's budget; see `Method.rank`.
+        shared: one set for all heads, whatever else the rule says.
 
     Raises:
         TypeError, ValueError: an argument out of its range, or `n_keep` below what is protected.
     """
+    chosen = order(
+        scores,
+        n_keep=n_keep,
+        window=window,
+        pool=pool,
+        kernel_size=kernel_size,
+        pool_scope=pool_scope,
+        sinks=sinks,
+        protect=protect,
+        allocation=allocation,
+        lengths=lengths,
+        forced_tail=forced_tail,
+        layer=layer,
+        rank=rank,
+        shared=shared,
+    )
+    if chosen.rule.over_layers:
+        raise ValueError("allocation: expected a rule for one layer's scores, got 'layer', which compares all layers'")
+    heads, counts = scores.shape[1], chosen.rule.head_counts(chosen.priority, chosen.n_keep, chosen.fixed)
+    most = int(counts.max()) if chosen.rule.ragged else max(chosen.n_keep)
+    indices = highest(chosen.priority, counts, most)
+    return Kept(indices.expand(-1, heads, -1), counts.expand(-1, heads))
+
+
+class Order(NamedTuple):
+    """The keys' order of keeping, before budgets are spread over heads.
+
+    Attributes:
+        priority: [B, H or 1, N], +inf at always-kept keys, −inf at pads.
+        n_keep, fixed: tokens each head of a batch row keeps in this layer, and how many of them are always kept.
+        rule: how the budget is spread.
+    """
+
+    priority: Tensor
+    n_keep: list[int]
+    fixed: list[int]
+    rule: AllocationRule
+
+
+def order(
+    scores: Tensor,
+    *,
+    n_keep: int | Sequence[int],
+    window: int = 0,
+    pool: Pool = "none",
+    kernel_size: int = 1,
+    pool_scope: PoolScope = "all",
+    sinks: int = 0,
+    protect: Sequence[Span] = (),
+    allocation: Allocation | AllocationRule = "uniform",
+    lengths: Sequence[int] | Tensor | None = None,
+    forced_tail: int | Sequence[int] = 0,
+    layer: tuple[int, int] = (0, 1),
+    rank: Rank | None = None,
+    shared: bool = False,
+) -> Order:
+    """Pool and protect, but do not choose yet; arguments and errors are `select`'s.
+
+    Under "layer" the priorities are the scores' shares of the layer's total.
+    """
     if not isinstance(scores, Tensor) or scores.dim() != 3 or not scores.is_floating_point():
         got = list(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
         raise ValueError(f"scores: expected a floating-point tensor [batch, KV heads, keys], got {got}")
-    tail = max(expect_int("window", window, at_least=0), expect_int("forced_tail", forced_tail, at_least=0))
+    expect_int("window", window, at_least=0)
+    expect_int("sinks", sinks, at_least=0)
     expect_choice("pool", pool, get_args(Pool))
     expect_choice("pool_scope", pool_scope, get_args(PoolScope))
-    expect_choice("allocation", allocation, get_args(Allocation))
     expect_odd("kernel_size", kernel_size)
+    rule = resolve_allocation(allocation)
     spans = expect_spans("protect", protect)
-    batch, heads, kv_len = scores.shape
+    batch, _, kv_len = scores.shape
     rows = _row_lengths(lengths, batch, kv_len)
-    fixed = [fixed_spans(n, window=tail, sinks=expect_int("sinks", sinks, at_least=0), protect=spans) for n in rows]
-    counts = _row_counts(n_keep, rows, [count(s) for s in fixed])
+    tails = [max(window, expect_int("forced_tail", n, at_least=0)) for n in _per_row("forced_tail", forced_tail, batch)]
+    fixed = [fixed_spans(n, window=tail, sinks=sinks, protect=spans) for n, tail in zip(rows, tails, strict=True)]
+    least = [count(s) for s in fixed]
+    counts = [
+        rule.layer_budget(number, always, length, *layer)
+        for number, always, length in zip(_row_counts(n_keep, rows, least), least, rows, strict=True)
+    ]
 
-    if allocation == "shared":
+    if shared or isinstance(rule, Shared):
         scores = scores.mean(1, keepdim=True)
     stop = kv_len - min(window, kv_len) if pool_scope == "prefix" else kv_len
     padded = rows if lengths is not None else None
     pooled = pool_scores(scores, pool=pool, kernel_size=kernel_size, lengths=padded, stop=stop)
-    limit = torch.finfo(pooled.dtype).max
-    pooled = pooled.clamp(-limit, limit)  # so that only protected tokens are at +inf and only pads at −inf
-    pooled = pooled.masked_fill(_protected(fixed, rows, pooled), torch.inf)
-    if padded is not None:
-        pooled = pooled.masked_fill(_pads(padded, pooled), -torch.inf)
-    indices = _highest(pooled, counts).expand(-1, heads, -1)
-    return Kept(indices, torch.tensor(counts, device=scores.device)[:, None].expand(-1, heads))
+    protected, pads = _protected(fixed, rows, pooled), _pads(padded, pooled)
+    pooled = _bounded(pooled, protected, pads)
+    if rank is not None:
+        pooled = _bounded(rank(pooled, counts), protected, pads)
+    return Order(layer_shares(pooled) if rule.over_layers else pooled, counts, least, rule)
 
 
-def _highest(priority: Tensor, counts: list[int]) -> Tensor:
-    """The `counts[b]` highest of each row as ascending indices, FILLER on the left; ties to the lower index."""
-    most = max(counts)
-    order = torch.sort(priority, dim=-1, descending=True, stable=True).indices[..., :most]
-    if min(counts) < most:
-        rank = torch.arange(most, device=priority.device)
-        surplus = rank >= torch.tensor(counts, device=priority.device)[:, None, None]
-        order = order.masked_fill(surplus, FILLER)
-    return order.sort(-1).values
+def _bounded(scores: Tensor, protected: Tensor, pads: Tensor) -> Tensor:
+    """Finite scores, so that only protected tokens are at +inf and only pads at −inf."""
+    limit = torch.finfo(scores.dtype).max
+    return scores.clamp(-limit, limit).masked_fill(protected, torch.inf).masked_fill(pads, -torch.inf)
+
+
+def _per_row(argument: str, value: int | Sequence[int], batch: int) -> list[int]:
+    wanted = list(value) if isinstance(value, Sequence) else [value] * batch
+    if len(wanted) != batch:
+        raise ValueError(f"{argument}: expected one number or {batch}, one per batch row, got {len(wanted)}")
+    return wanted
 
 
 def _row_lengths(lengths: Sequence[int] | Tensor | None, batch: int, kv_len: int) -> list[int]:
@@ -164,11 +243,8 @@ def _row_lengths(lengths: Sequence[int] | Tensor | None, batch: int, kv_len: int
 
 
 def _row_counts(n_keep: int | Sequence[int], rows: list[int], fixed: list[int]) -> list[int]:
-    wanted = list(n_keep) if isinstance(n_keep, Sequence) else [n_keep] * len(rows)
-    if len(wanted) != len(rows):
-        raise ValueError(f"n_keep: expected one number or {len(rows)}, one per batch row, got {len(wanted)}")
     counts = []
-    for number, length, least in zip(wanted, rows, fixed, strict=True):
+    for number, length, least in zip(_per_row("n_keep", n_keep, len(rows)), rows, fixed, strict=True):
         number = min(expect_int("n_keep", number, at_least=1), length)
         if number < least:
             raise ValueError(

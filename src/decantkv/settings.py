@@ -8,11 +8,12 @@ from typing import Any, Self, get_args
 
 from torch import Tensor
 
+from decantkv.allocation import UNIFORM, AllocationRule, resolve_allocation
 from decantkv.budget import Budget, count, fixed_spans
 from decantkv.methods import Method, resolve
 from decantkv.options import Allocation, Impl, Span, expect_choice, expect_int, expect_spans
 from decantkv.scoring.window import AttentionWindow
-from decantkv.selection import Kept, select
+from decantkv.selection import Kept, Order, order, select
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Settings:
     Attributes:
         method: scores tokens.
         budget: what is kept, protected tokens included.
-        allocation: how a layer's budget is spread over its KV heads.
+        allocation: how the budget is spread over KV heads and layers.
         sinks: first tokens always kept.
         protect: spans (start, stop) of prompt positions always kept, counted from the first real token.
         impl: implementation of the scores.
@@ -30,7 +31,7 @@ class Settings:
 
     method: Method
     budget: Budget
-    allocation: Allocation = "uniform"
+    allocation: AllocationRule = UNIFORM
     sinks: int = 0
     protect: tuple[Span, ...] = ()
     impl: Impl = "auto"
@@ -41,24 +42,29 @@ class Settings:
         method: str | Method,
         *,
         budget: float | int | Budget,
-        allocation: Allocation = "uniform",
+        allocation: Allocation | AllocationRule | None = None,
         sinks: int | None = None,
         protect: Sequence[Span] = (),
         impl: Impl = "auto",
         **options: Any,
     ) -> Self:
-        """Check what a user typed; `sinks=None` takes the method's own, `options` are the named method's.
+        """Check what a user typed; `None` takes the method's own, `options` are the named method's.
 
         Raises:
             TypeError, ValueError: an argument out of its range, or a budget in tokens below window plus sinks.
         """
         chosen = resolve(method, **options)
-        expect_choice("allocation", allocation, get_args(Allocation))
+        rule = resolve_allocation(chosen.allocation if allocation is None else allocation)
+        if chosen.shared_by_heads and rule.ragged:
+            raise ValueError(
+                f"allocation: expected 'uniform', 'shared' or 'pyramid' with {chosen.name}, whose heads share one set "
+                f"of tokens, got {rule.name!r}"
+            )
         expect_choice("impl", impl, get_args(Impl))
         kept_first = chosen.sinks if sinks is None else expect_int("sinks", sinks, at_least=0)
         parsed = Budget.parse(budget)
         parsed.check_fixed(chosen.window + kept_first, f"window {chosen.window} and sinks {kept_first}")
-        return cls(chosen, parsed, allocation, kept_first, expect_spans("protect", protect), impl)
+        return cls(chosen, parsed, rule, kept_first, expect_spans("protect", protect), impl)
 
     @property
     def rows(self) -> int:
@@ -87,22 +93,85 @@ class Settings:
         """Whether protection kept more in some row than the budget's share asked for."""
         return any(self.budget.raised(length, self.fixed(length)) for length in lengths)
 
-    def choose(self, scores: Tensor, *, lengths: Sequence[int] | None, shared: bool = False) -> Kept:
-        """Select by the method's own pooling and these settings; `shared` forces one set for all heads."""
-        rows = list(lengths) if lengths is not None else [scores.shape[2]] * scores.shape[0]
-        return select(
-            scores,
-            n_keep=self.n_keep(rows),
-            window=self.method.window,
-            pool=self.method.pool,
-            kernel_size=self.method.kernel_size,
-            pool_scope=self.method.pool_scope,
-            sinks=self.sinks,
-            protect=self.protect,
-            allocation="shared" if shared or self.method.shared_by_heads else self.allocation,
-            lengths=lengths,
-        )
-
     def score(self, win: AttentionWindow) -> Tensor:
-        """[B, H, N] float32 scores of the method."""
-        return self.method.score(win, impl=self.impl)
+        """[B, H, N] float32 scores, for `choose` to pool."""
+        return self.method.base_score(win, impl=self.impl)
+
+    def choose(
+        self,
+        scores: Tensor,
+        *,
+        win: AttentionWindow | None = None,
+        lengths: Sequence[int] | None = None,
+        layer: tuple[int, int] = (0, 1),
+        shared: bool = False,
+    ) -> Kept:
+        """Select by the method's own rules and these settings.
+
+        Args:
+            scores: of `score`, for the same window.
+            win: the window, which methods that choose in two stages look at again.
+            lengths: the window's, where the host knows them; None reads them from the window.
+            layer: (index, number) among the layers that evict.
+            shared: force one set for all heads.
+
+        Raises:
+            ValueError: the allocation gives heads different numbers where they must share one set.
+        """
+        return select(scores, **self._options(scores, win, lengths, layer, shared))
+
+    def order(
+        self,
+        scores: Tensor,
+        *,
+        win: AttentionWindow | None = None,
+        lengths: Sequence[int] | None = None,
+        layer: tuple[int, int] = (0, 1),
+        shared: bool = False,
+    ) -> Order:
+        """The order of keeping alone, for a rule that spreads one budget over the layers; arguments as in `choose`."""
+        return order(scores, **self._options(scores, win, lengths, layer, shared))
+
+    def keep(self, win: AttentionWindow, *, layer: tuple[int, int] = (0, 1), shared: bool = False) -> Kept:
+        """Score and select in one call."""
+        return self.choose(self.score(win), win=win, layer=layer, shared=shared)
+
+    def _options(
+        self,
+        scores: Tensor,
+        win: AttentionWindow | None,
+        lengths: Sequence[int] | None,
+        layer: tuple[int, int],
+        shared: bool,
+    ) -> dict[str, Any]:
+        method = self.method
+        if shared and self.allocation.ragged:
+            raise ValueError(
+                f"allocation: expected 'uniform', 'shared' or 'pyramid' for a model whose heads must share one set of "
+                f"tokens, got {self.allocation.name!r}"
+            )
+        if lengths is None and win is not None and win.lengths is not None:
+            lengths = [int(n) for n in win.lengths.tolist()]
+        rows = [scores.shape[2]] * scores.shape[0] if lengths is None else list(lengths)
+        n_keep = self.n_keep(rows)
+
+        def rank(pooled: Tensor, counts: list[int]) -> Tensor:
+            if win is None:
+                raise TypeError(f"win: expected the attention window, which {method.name} looks at again, got None")
+            return method.rank(pooled, win, counts)
+
+        return {
+            "n_keep": n_keep,
+            "window": method.window,
+            "pool": method.pool,
+            "kernel_size": method.kernel_size,
+            "pool_scope": method.pool_scope,
+            "sinks": self.sinks,
+            "protect": self.protect,
+            "allocation": self.allocation,
+            "lengths": lengths,
+            "forced_tail": [method.tail(n, self.fixed(length)) for n, length in zip(n_keep, rows, strict=True)],
+            "layer": layer,
+            "rank": None if type(method).rank is Method.rank else rank,
+            "shared": shared or method.shared_by_heads,
+        }

@@ -1,4 +1,4 @@
-"""Small attention calls for the methods' tests, and straight-line float64 attention that shares nothing with scoring."""
+"""Small attention calls for the methods' tests, and float64 attention, row by row, that shares nothing with scoring."""
 
 from __future__ import annotations
 

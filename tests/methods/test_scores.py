@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-from methods.shapes import SHAPES, Shape, example, heads_of, real_scores, rows_of, values_of
 
 from decantkv.methods import (
     CAOTE,
@@ -22,6 +21,8 @@ from decantkv.methods import (
     SnapKV,
 )
 from decantkv.scoring import tiled
+
+from .shapes import SHAPES, Shape, example, heads_of, real_scores, rows_of, values_of
 
 IMPLS = ["reference", "torch"]
 shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -12,8 +12,8 @@ from torch import Tensor
 from decantkv import scoring
 from decantkv.methods.base import Kind
 from decantkv.methods.snapkv import SnapKV
-from decantkv.methods.stages import keep_highest
 from decantkv.options import Impl, Need, Quantity, expect_choice, expect_fraction
+from decantkv.ranking import keep_highest
 from decantkv.scoring import streams
 from decantkv.scoring.window import AttentionWindow
 

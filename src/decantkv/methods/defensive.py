@@ -11,8 +11,8 @@ from torch import Tensor
 
 from decantkv import scoring
 from decantkv.methods.base import Kind, Method
-from decantkv.methods.stages import keep_highest
 from decantkv.options import Impl, Need, expect_fraction, expect_odd
+from decantkv.ranking import keep_highest
 from decantkv.scoring import streams
 from decantkv.scoring.window import AttentionWindow
 

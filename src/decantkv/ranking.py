@@ -1,0 +1,51 @@
+"""The order in which keys are kept: higher first, ties to the lower index, so that runs repeat bit for bit."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+FILLER = -1
+
+
+def highest(priority: Tensor, counts: Tensor, most: int) -> Tensor:
+    """The `counts[b, h]` highest keys of each head as ascending indices, FILLER on the left.
+
+    Args:
+        priority: [B, H, N]. counts: [B, H] int64, none above `most`.
+
+    Returns:
+        [B, H, most] int64.
+    """
+    order = torch.sort(priority, dim=-1, descending=True, stable=True).indices[..., :most]
+    surplus = torch.arange(most, device=priority.device) >= counts[..., None]
+    return order.masked_fill(surplus, FILLER).sort(-1).values
+
+
+def keep_highest(scores: Tensor, *, by: Tensor, counts: Tensor) -> Tensor:
+    """`scores` with the `counts[b, h]` highest keys of `by` lifted above all others.
+
+    Args:
+        scores, by: [B, H, N]. counts: [B, H] int64.
+    """
+    order = torch.sort(by, dim=-1, descending=True, stable=True).indices
+    chosen = torch.arange(by.shape[-1], device=by.device) < counts[..., None]
+    chosen = torch.zeros_like(chosen).scatter(-1, order, chosen)
+    return scores.masked_fill(chosen, torch.finfo(scores.dtype).max)
+
+
+def wins(priority: Tensor, total: int) -> Tensor:
+    """How many of the `total` highest keys of all heads together each head holds; ties to the lower head.
+
+    Args:
+        priority: [H, N], −inf at keys that take no part. At least `total` keys take part.
+
+    Returns:
+        [H] int64, summing to `total`.
+    """
+    if total == 0:
+        return torch.zeros(priority.shape[0], dtype=torch.int64, device=priority.device)
+    least = torch.topk(priority.flatten(), total).values[-1]
+    above, level = (priority > least).sum(-1), (priority == least).sum(-1)
+    spare = total - above.sum() - (level.cumsum(0) - level)
+    return above + torch.minimum(spare.clamp_min(0), level)
