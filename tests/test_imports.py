@@ -1,0 +1,108 @@
+"""Imports point one way, and importing the package loads and patches nothing."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import decantkv
+
+SOURCE = Path(decantkv.__file__).parent
+
+# a module may import from its own layer or from one before it
+LAYERS = [
+    {"options", "needs"},
+    {"budget", "ranking"},
+    {"scoring", "kernels", "allocation"},
+    {"methods"},
+    {"selection", "api"},
+    {"settings", "records", "masks", "ragged"},
+    {"interface"},
+    {"cache"},
+    {"observation", "integration"},
+    {"models"},
+    {"theory", "eval", "bench"},
+    {"report", "show"},
+    {"cli"},
+]
+
+
+def imported(path):
+    """The decantkv modules a file imports, deferred imports included."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "decantkv":
+            parts = node.module.split(".")
+            yield from ([".".join(parts[1:])] if len(parts) > 1 else [alias.name for alias in node.names])
+        elif isinstance(node, ast.Import):
+            yield from (a.name.partition(".")[2] for a in node.names if a.name.startswith("decantkv."))
+
+
+def files():
+    return [path for path in SOURCE.rglob("*.py") if path != SOURCE / "__init__.py"]
+
+
+def layer(module):
+    top = module.split(".")[0]
+    return next((i for i, names in enumerate(LAYERS) if top in names), None)
+
+
+def test_arrows_point_one_way():
+    wrong = []
+    for path in files():
+        here = ".".join(path.relative_to(SOURCE).with_suffix("").parts)
+        if path.name == "cli.py":
+            continue  # a command's own file hangs on the command line
+        for there in imported(path):
+            assert layer(here) is not None, f"{here} is in no layer"
+            if layer(there) is None or layer(there) > layer(here):
+                wrong.append(f"{here} imports {there}")
+    assert not wrong
+
+
+def test_implementations_do_not_know_each_other():
+    implementations = {"scoring.reference", "scoring.tiled", "scoring.triton"}
+    for name in implementations:
+        path = SOURCE / f"{name.replace('.', '/')}.py"
+        assert not implementations & set(imported(path)), name
+    oracle = SOURCE / "theory" / "oracle.py"
+    assert not list(imported(oracle)), "the oracle shares no code"
+
+
+def test_only_the_integration_knows_transformers():
+    allowed = {"cache", "interface", "integration", "observation", "models", "theory", "eval", "bench", "show", "cli"}
+    for path in files():
+        names = {n.module or "" for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.ImportFrom)}
+        if any(name.split(".")[0] == "transformers" for name in names):
+            assert path.relative_to(SOURCE).with_suffix("").parts[0] in allowed, path
+
+
+def test_score_loads_neither_transformers_nor_triton():
+    code = (
+        "import sys, torch, decantkv\n"
+        "x = torch.rand(1, 2, 20, 8)\n"
+        "decantkv.select(decantkv.score(x[:, :, -4:], x, x), n_keep=6, window=4)\n"
+        "print([m for m in ('transformers', 'triton') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_importing_patches_nothing():
+    code = (
+        "import torch\n"
+        "from transformers import modeling_utils\n"
+        "from transformers.models.llama import modeling_llama as llama\n"
+        "def now(): return dict(modeling_utils.ALL_ATTENTION_FUNCTIONS._global_mapping), llama.eager_attention_forward\n"
+        "before = now()\n"
+        "import decantkv.cache, decantkv.integration, decantkv.observation\n"
+        "print(before == now())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "True"
+
+
+def test_every_name_is_public():
+    for name in decantkv.__all__:
+        assert getattr(decantkv, name) is not None
