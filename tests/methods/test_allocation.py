@@ -168,13 +168,8 @@ def test_criticalkv_takes_half_by_the_base_score_and_the_rest_by_its_bound():
             n, edge = len(values_of(win, b, h)), len(values_of(win, b, h)) - 5
             s = method.base_score(win)[b, h, -n:].tolist()
             pooled = [max(s[max(0, j - 1) : min(edge, j + 2)]) for j in range(edge)]
-            norm = [
-                sum(
-                    float((win.v[b, h, -n:][j] @ win.output_projection[q]).abs().sum()) for q in range(3 * h, 3 * h + 3)
-                )
-                / 3
-                for j in range(edge)
-            ]
+            v = win.v[b, h, -n:]
+            norm = sum((v @ win.output_projection[q]).abs().sum(-1) for q in range(3 * h, 3 * h + 3))[:edge] / 3
             first = sorted(range(edge), key=lambda j: (-pooled[j], j))[: 20 // 2 - 5]
             bound = [(x + 1e-4) * y for x, y in zip(pooled, norm.tolist(), strict=True)]
             second = sorted(set(range(edge)) - set(first), key=lambda j: (-bound[j], j))[: 15 - len(first)]
