@@ -3,6 +3,12 @@
 A row's output without its dominant key cannot be recovered from the full output once that key's weight nears 1: the
 subtraction has no digits left. So kernel A moves a key out of the running sums as soon as it outweighs everything
 its row has seen in this split, and the merge writes that key's cost from sums it never entered.
+
+Most tiles hold nothing that large. They are folded in under the old reference maximum, without any reduction over
+rows: only a key above the row's running total makes the kernel look closer.
+
+Scratch, float32 words. A split: [ROWS, BDV] Σ e·v of the others, then (m, Σ e, s_top, top) as [4, ROWS].
+A KV head: [ROWS, BDV] the output a, then (lse2, top, cost² of top) as [3, ROWS]. Without values only the words.
 """
 
 from __future__ import annotations
@@ -13,19 +19,20 @@ import triton.language as tl
 from decantkv.kernels.primitives import dot, finite, to_logits2
 
 _NO_INDEX = tl.constexpr(2147483647)
+_HEADROOM = tl.constexpr(100.0)  # a weight stays below 2^100 of the reference, far from overflow
 
 
 @triton.jit
 def attend_split(
     i_split, i_tile, i_bh,
-    p_q, p_k, p_v, p_acc, p_state, p_top, p_start,
+    p_q, p_k, p_v, p_part, p_start,
     n_keys, keys_per_split, n_splits, scale, cap2,
     sqb, sqh, sqw, skb, skh, skn, svb, svh, svn,
     H, G: tl.constexpr, W: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     ROWS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
     PADDED: tl.constexpr, CAPPED: tl.constexpr, VALUES: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One split of keys for BM rows. Writes the others' Σ e·v [BM, BDV], their (max, Σ e) and the dominant key."""
+    """One split of keys for BM rows: the softmax state of all keys but the dominant one, which is named beside it."""
     i_b = (i_bh // H).to(tl.int64)
     i_h = i_bh % H
     r = i_tile * BM + tl.arange(0, BM)
@@ -47,72 +54,73 @@ def attend_split(
     o_v = j[:, None] * svn + dv[None, :]
 
     m = tl.full([BM], float("-inf"), tl.float32)
-    l = tl.zeros([BM], tl.float32)
-    acc = tl.zeros([BM, BDV], tl.float32)
+    bar = tl.full([BM], float("-inf"), tl.float32)  # log2 of the running total when last looked at
     s_top = tl.full([BM], float("-inf"), tl.float32)
     top = tl.full([BM], -1, tl.int32)
+    l = tl.zeros([BN, BM], tl.float32)
+    acc = tl.zeros([BDV, BM], tl.float32)
     for t in range(0, tl.cdiv(tl.maximum(hi - lo, 0), BN)):
         n0 = lo + t * BN
         n = n0 + j
         m_n = n < hi
         # [BN, BD], [BN, BDV]
         b_k = tl.load(p_k + n0.to(tl.int64) * skn + o_k, mask=m_n[:, None] & (d < D)[None, :], other=0.0)
-        s = to_logits2(dot(b_q, tl.trans(b_k), PRECISION), scale, cap2, CAPPED)
-        s = tl.where(m_n[None, :] & (n[None, :] <= last_seen[:, None]), s, float("-inf"))
         if VALUES:
             b_v = tl.load(p_v + n0.to(tl.int64) * svn + o_v, mask=m_n[:, None] & (dv < DV)[None, :], other=0.0)
-        s_max = tl.max(s, 1)
-        m_new = tl.maximum(m, s_max)
-        e = tl.exp2(s - finite(m_new)[:, None])
-        l_tile = tl.sum(e, 1)
-        decay = tl.exp2(m - finite(m_new))
-        if VALUES:
-            others = l * decay + l_tile + tl.exp2(s_top - finite(m_new))
-            dominant = (s_max > s_top) & (tl.exp2(s_max - finite(m_new)) > 0.5 * others)
-            if tl.max(dominant.to(tl.int32), 0) > 0:
-                found = tl.min(tl.where(s == s_max[:, None], n[None, :], _NO_INDEX), 1)
-                # the key it displaces joins the sums
-                back = dominant & (top >= 0)
-                m_new = tl.maximum(m, tl.where(back, s_top, float("-inf")))
-                decay = tl.exp2(m - finite(m_new))
-                e_back = tl.where(back, tl.exp2(s_top - finite(m_new)), 0.0)
+        s = to_logits2(dot(b_k, tl.trans(b_q), PRECISION), scale, cap2, CAPPED)  # [BN, BM]
+        s = tl.where(m_n[:, None] & (n[:, None] <= last_seen[None, :]), s, float("-inf"))
+        if tl.max(tl.max((s > bar[None, :]).to(tl.int32), 1), 0) > 0:
+            if VALUES:
+                s_max = tl.max(s, 0)
+                m_all = finite(tl.maximum(m, s_max))
+                total = tl.sum(l, 0) * tl.exp2(m - m_all) + tl.sum(tl.exp2(s - m_all[None, :]), 0)
+                total += tl.exp2(s_top - m_all)
+                dominant = (s_max > s_top) & (tl.exp2(s_max - m_all) > 0.5 * total)
+                found = tl.min(tl.where(s == s_max[None, :], n[:, None], _NO_INDEX), 0)
+                s = tl.where(dominant[None, :] & (n[:, None] == found[None, :]), float("-inf"), s)
+                back = dominant & (top >= 0)  # the key it displaces joins the sums
+                s_back = tl.where(back, s_top, float("-inf"))
+                m_new = tl.maximum(tl.maximum(m, tl.max(s, 0)), s_back)
+                e_back = tl.exp2(s_back - finite(m_new))
                 p_back = p_v + tl.where(back, top, 0).to(tl.int64) * svn
-                b_back = tl.load(p_back[:, None] + dv[None, :], mask=back[:, None] & (dv < DV)[None, :], other=0.0)
-                acc = acc * decay[:, None] + e_back[:, None] * b_back.to(tl.float32)
-                l = l * decay + e_back
-                m = m_new
+                b_back = tl.load(p_back[None, :] + dv[:, None], mask=back[None, :] & (dv < DV)[:, None], other=0.0)
+                decay = tl.exp2(m - finite(m_new))
+                acc = acc * decay[None, :] + e_back[None, :] * b_back.to(tl.float32)
+                l = l * decay[None, :] + tl.where(j == 0, 1.0, 0.0)[:, None] * e_back[None, :]
                 s_top = tl.where(dominant, s_max, s_top)
                 top = tl.where(dominant, found, top)
-                s = tl.where(dominant[:, None] & (n[None, :] == found[:, None]), float("-inf"), s)
-                m_new = tl.maximum(m, tl.max(s, 1))
-                e = tl.exp2(s - finite(m_new)[:, None])
-                l_tile = tl.sum(e, 1)
-                decay = tl.exp2(m - finite(m_new))
-            acc = acc * decay[:, None]
+            else:
+                m_new = tl.maximum(m, tl.max(s, 0))
+                l = l * tl.exp2(m - finite(m_new))[None, :]
+            m = m_new
+            total = tl.sum(l, 0) + tl.sum(tl.exp2(s - finite(m)[None, :]), 0) + tl.exp2(s_top - finite(m))
+            known = (m > float("-inf")) & (total > 0)
+            bar = tl.where(known, m + tl.minimum(tl.log2(tl.where(known, total, 1.0)), _HEADROOM), float("-inf"))
+        e = tl.exp2(s - finite(m)[None, :])
+        l += e
+        if VALUES:
             if PARTS == 2:
                 # bf16 weights as two parts: 16 bits of weight at the price of one more dot
                 e_hi = e.to(b_v.dtype)
-                acc += dot(e_hi, b_v, PRECISION)
-                acc += dot((e - e_hi.to(tl.float32)).to(b_v.dtype), b_v, PRECISION)
+                acc += dot(tl.trans(b_v), e_hi, PRECISION)
+                acc += dot(tl.trans(b_v), (e - e_hi.to(tl.float32)).to(b_v.dtype), PRECISION)
             else:
                 # float16 weights would lose a flat row's tail to underflow; tf32 holds float16 values exactly
-                acc += dot(e, b_v.to(tl.float32), PRECISION)
-        l = l * decay + l_tile
-        m = m_new
+                acc += dot(tl.trans(b_v.to(tl.float32)), e, PRECISION)
 
-    o_row = (i_bh * n_splits + i_split).to(tl.int64) * ROWS + r
-    o_state = (i_bh * n_splits + i_split).to(tl.int64) * (3 * ROWS) + r
-    tl.store(p_state + o_state, m)
-    tl.store(p_state + o_state + ROWS, l)
-    tl.store(p_state + o_state + 2 * ROWS, s_top)
+    p_part += (i_bh * n_splits + i_split).to(tl.int64) * (ROWS * ((BDV if VALUES else 0) + 4))
     if VALUES:
-        tl.store(p_top + o_row, top)
-        tl.store(p_acc + o_row[:, None] * BDV + dv[None, :], acc)
+        tl.store(p_part + r[None, :] * BDV + dv[:, None], acc)
+        p_part += ROWS * BDV
+    tl.store(p_part + r, m)
+    tl.store(p_part + ROWS + r, tl.sum(l, 0))
+    tl.store(p_part + 2 * ROWS + r, s_top)
+    tl.store(p_part + 3 * ROWS + r, top.to(tl.float32, bitcast=True))
 
 
 @triton.jit(do_not_specialize=["n_keys", "keys_per_split", "n_splits"])
 def attend_kernel(
-    p_q, p_k, p_v, p_acc, p_state, p_top, p_start,
+    p_q, p_k, p_v, p_part, p_start,
     n_keys, keys_per_split, n_splits, scale, cap2,
     sqb, sqh, sqw, skb, skh, skn, svb, svh, svn,
     H, G: tl.constexpr, W: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
@@ -123,7 +131,7 @@ def attend_kernel(
     i = tl.program_id(0)
     attend_split(
         i // (ROWS // BM), i % (ROWS // BM), tl.program_id(1),
-        p_q, p_k, p_v, p_acc, p_state, p_top, p_start,
+        p_q, p_k, p_v, p_part, p_start,
         n_keys, keys_per_split, n_splits, scale, cap2,
         sqb, sqh, sqw, skb, skh, skn, svb, svh, svn,
         H, G, W, D, DV, ROWS, BM, BN, BD, BDV, PADDED, CAPPED, VALUES, PARTS, PRECISION,
@@ -133,96 +141,97 @@ def attend_kernel(
 @triton.jit
 def merge_row(
     i_row, i_bh,
-    p_v, p_acc, p_state, p_top, p_sink, p_a_hi, p_a_lo, p_row,
+    p_v, p_part, p_sink, p_rows,
     n_splits, svb, svh, svn,
     H, G: tl.constexpr, W: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, BDV: tl.constexpr,
-    BS: tl.constexpr, CHUNK: tl.constexpr, SINK: tl.constexpr, VALUES: tl.constexpr, A_PARTS: tl.constexpr,
+    BS: tl.constexpr, CHUNK: tl.constexpr, SINK: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
-    """Join a row's splits. Writes the output in parts, and (LSE, ‖a‖², dominant key, its cost²) as 4 × ROWS words."""
+    """Join a row's splits: its output, log-sum-exp, dominant key and that key's cost²."""
+    WIDTH: tl.constexpr = BDV if VALUES else 0
+    PART: tl.constexpr = ROWS * (WIDTH + 4)
     i_b = (i_bh // H).to(tl.int64)
     i_h = i_bh % H
     i_s = tl.arange(0, BS)
     m_s = i_s < n_splits
-    o_state = (i_bh * n_splits + i_s).to(tl.int64) * (3 * ROWS) + i_row
-    ms = tl.load(p_state + o_state, mask=m_s, other=float("-inf"))
-    ls = tl.load(p_state + o_state + ROWS, mask=m_s, other=0.0)
-    o_out = i_bh.to(tl.int64) * (4 * ROWS) + i_row
+    p_part += i_bh.to(tl.int64) * n_splits * PART
+    p_rows += i_bh.to(tl.int64) * (ROWS * (WIDTH + 3))
+    p_state = p_part + ROWS * WIDTH + i_row
+    dv = tl.arange(0, BDV)
+    if VALUES and BS <= CHUNK:
+        # [BS, BDV], in flight before the weights are known
+        p_acc = p_part + i_row * BDV
+        b_acc = tl.load(p_acc + i_s[:, None] * PART + dv[None, :], mask=m_s[:, None], other=0.0)
+    ms = tl.load(p_state + i_s * PART, mask=m_s, other=float("-inf"))
+    ls = tl.load(p_state + i_s * PART + ROWS, mask=m_s, other=0.0)
     m = tl.max(ms, 0)
     if SINK:
         # a learned logit is one more key, with value 0
         sink2 = tl.load(p_sink + i_h * G + i_row // W, mask=i_row < G * W, other=0.0).to(tl.float32) * 1.4426950408889634
-    if VALUES:
-        tops = tl.load(p_state + o_state + 2 * ROWS, mask=m_s, other=float("-inf"))
-        idx = tl.load(p_top + (i_bh * n_splits + i_s).to(tl.int64) * ROWS + i_row, mask=m_s, other=-1)
-        s_top = tl.max(tops, 0)
-        winner = tl.min(tl.where((tops == s_top) & (idx >= 0), i_s, BS), 0)
-        top = tl.max(tl.where(i_s == winner, idx, -1), 0)
-        m = tl.maximum(m, tl.max(tl.where(i_s == winner, float("-inf"), tops), 0))
-    if SINK:
         m = tl.maximum(m, sink2)
+    if VALUES:
+        tops = tl.load(p_state + i_s * PART + 2 * ROWS, mask=m_s, other=float("-inf"))
+        bits = tl.load(p_state + i_s * PART + 3 * ROWS, mask=m_s, other=0.0).to(tl.int32, bitcast=True)
+        s_top = tl.max(tops, 0)
+        winner = tl.min(tl.where((tops == s_top) & (tops > float("-inf")), i_s, BS), 0)
+        top = tl.max(tl.where(i_s == winner, bits, -1), 0)
+        joins = tl.where(i_s == winner, float("-inf"), tops)  # the other splits' dominant keys join the sums
+        m = tl.maximum(m, tl.max(joins, 0))
     l = tl.sum(ls * tl.exp2(ms - finite(m)), 0)
     if SINK:
-        l += tl.exp2(sink2 - m)
+        l += tl.exp2(sink2 - finite(m))
     if VALUES:
-        l += tl.sum(tl.where(i_s == winner, 0.0, tl.exp2(tops - finite(m))), 0)
-        dv = tl.arange(0, BDV)
+        l += tl.sum(tl.exp2(joins - finite(m)), 0)
         m_dv = dv < DV
         p_v += i_b * svb + i_h.to(tl.int64) * svh
-        acc = tl.zeros([BDV], tl.float32)
-        for s0 in range(0, n_splits, CHUNK):
-            c = s0 + tl.arange(0, CHUNK)
-            m_c = c < n_splits
-            o_c = (i_bh * n_splits + c).to(tl.int64)
-            # [CHUNK, BDV]
-            b_acc = tl.load(p_acc + (o_c * ROWS + i_row)[:, None] * BDV + dv[None, :], mask=m_c[:, None], other=0.0)
-            m_part = tl.load(p_state + o_c * (3 * ROWS) + i_row, mask=m_c, other=float("-inf"))
-            acc += tl.sum(b_acc * tl.exp2(m_part - finite(m))[:, None], 0)
-            # dominant keys of the other splits join the sums
-            j = tl.load(p_top + o_c * ROWS + i_row, mask=m_c, other=-1)
-            s_j = tl.load(p_state + o_c * (3 * ROWS) + 2 * ROWS + i_row, mask=m_c, other=float("-inf"))
-            joins = (j >= 0) & (c != winner)
-            p_j = p_v + tl.where(joins, j, 0).to(tl.int64) * svn
-            b_v = tl.load(p_j[:, None] + dv[None, :], mask=joins[:, None] & m_dv[None, :], other=0.0).to(tl.float32)
-            acc += tl.sum(b_v * tl.where(joins, tl.exp2(s_j - finite(m)), 0.0)[:, None], 0)
+        p_top = p_v + tl.maximum(top, 0).to(tl.int64) * svn
+        v_top = tl.load(p_top + dv, mask=m_dv & (top + tl.zeros([BDV], tl.int32) >= 0), other=0.0).to(tl.float32)
+        if BS <= CHUNK:
+            p_j = p_v + tl.where(joins > float("-inf"), bits, 0).to(tl.int64) * svn
+            b_v = tl.load(p_j[:, None] + dv[None, :], mask=(joins > float("-inf"))[:, None] & m_dv[None, :], other=0.0)
+            acc = tl.sum(b_acc * tl.exp2(ms - finite(m))[:, None], 0)
+            acc += tl.sum(b_v.to(tl.float32) * tl.exp2(joins - finite(m))[:, None], 0)
+        else:
+            acc = tl.zeros([BDV], tl.float32)
+            for s0 in range(0, n_splits, CHUNK):
+                c = s0 + tl.arange(0, CHUNK)
+                m_c = c < n_splits
+                p_c = p_part + c.to(tl.int64) * PART
+                # [CHUNK, BDV]
+                b_part = tl.load((p_c + i_row * BDV)[:, None] + dv[None, :], mask=m_c[:, None], other=0.0)
+                m_part = tl.load(p_c + ROWS * WIDTH + i_row, mask=m_c, other=float("-inf"))
+                s_j = tl.load(p_c + ROWS * WIDTH + 2 * ROWS + i_row, mask=m_c & (c != winner), other=float("-inf"))
+                i_j = tl.load(p_c + ROWS * WIDTH + 3 * ROWS + i_row, mask=m_c, other=0.0).to(tl.int32, bitcast=True)
+                p_j = p_v + tl.where(s_j > float("-inf"), i_j, 0).to(tl.int64) * svn
+                b_v = tl.load(p_j[:, None] + dv[None, :], mask=(s_j > float("-inf"))[:, None] & m_dv[None, :], other=0.0)
+                acc += tl.sum(b_part * tl.exp2(m_part - finite(m))[:, None], 0)
+                acc += tl.sum(b_v.to(tl.float32) * tl.exp2(s_j - finite(m))[:, None], 0)
         rest = acc / tl.where(l > 0, l, 1.0)
-        mm = tl.maximum(m, s_top)
-        e_top = tl.exp2(s_top - finite(mm))
-        e_rest = l * tl.exp2(m - finite(mm))
+        m_all = tl.maximum(m, s_top)
+        e_top = tl.exp2(s_top - finite(m_all))
+        e_rest = l * tl.exp2(m - finite(m_all))
         z = e_top + e_rest
         z_safe = tl.where(z > 0, z, 1.0)
-        v_top = tl.load(p_v + tl.maximum(top, 0).to(tl.int64) * svn + dv, mask=m_dv & (top + tl.zeros([BDV], tl.int32) >= 0), other=0.0)
-        v_top = v_top.to(tl.float32)
         apart = rest - v_top
         cost = (e_top / z_safe) * (e_top / z_safe) * tl.sum(apart * apart, 0)
-        a = (e_top / z_safe) * v_top + (e_rest / z_safe) * rest
-        o_a = (i_bh.to(tl.int64) * ROWS + i_row) * BDV + dv
-        a_hi = a.to(p_a_hi.dtype.element_ty)
-        used = a_hi.to(tl.float32)
-        tl.store(p_a_hi + o_a, a_hi)
-        if A_PARTS == 2:
-            a_lo = (a - used).to(p_a_hi.dtype.element_ty)
-            used += a_lo.to(tl.float32)
-            tl.store(p_a_lo + o_a, a_lo)
-        tl.store(p_row + o_out + ROWS, tl.sum(used * used, 0))
-        tl.store(p_row + o_out + 2 * ROWS, top.to(tl.float32, bitcast=True))
-        tl.store(p_row + o_out + 3 * ROWS, cost)
-        m = mm
+        tl.store(p_rows + i_row * BDV + dv, (e_top / z_safe) * v_top + (e_rest / z_safe) * rest)
+        tl.store(p_rows + ROWS * WIDTH + ROWS + i_row, top.to(tl.float32, bitcast=True))
+        tl.store(p_rows + ROWS * WIDTH + 2 * ROWS + i_row, cost)
+        m = m_all
         l = z
     # a row that sees no key has weights 0 everywhere
-    tl.store(p_row + o_out, tl.where(l > 0, finite(m) + tl.log2(tl.where(l > 0, l, 1.0)), float("inf")))
+    lse2 = tl.where(l > 0, finite(m) + tl.log2(tl.where(l > 0, l, 1.0)), float("inf"))
+    tl.store(p_rows + ROWS * WIDTH + i_row, lse2)
 
 
 @triton.jit(do_not_specialize=["n_splits"])
 def merge_kernel(
-    p_v, p_acc, p_state, p_top, p_sink, p_a_hi, p_a_lo, p_row,
+    p_v, p_part, p_sink, p_rows,
     n_splits, svb, svh, svn,
     H, G: tl.constexpr, W: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, BDV: tl.constexpr,
-    BS: tl.constexpr, CHUNK: tl.constexpr, SINK: tl.constexpr, VALUES: tl.constexpr, A_PARTS: tl.constexpr,
+    BS: tl.constexpr, CHUNK: tl.constexpr, SINK: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
     """Grid (ROWS, B·H)."""
     merge_row(
-        tl.program_id(0), tl.program_id(1),
-        p_v, p_acc, p_state, p_top, p_sink, p_a_hi, p_a_lo, p_row,
-        n_splits, svb, svh, svn,
-        H, G, W, DV, ROWS, BDV, BS, CHUNK, SINK, VALUES, A_PARTS,
+        tl.program_id(0), tl.program_id(1), p_v, p_part, p_sink, p_rows, n_splits, svb, svh, svn,
+        H, G, W, DV, ROWS, BDV, BS, CHUNK, SINK, VALUES,
     )  # fmt: skip

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-ROW_TILE = 64  # more rows in one tile spill registers
-
-
 @dataclass(frozen=True)
 class Device:
     """What the choice of blocks depends on.
@@ -41,42 +38,54 @@ def power_of_two(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def padded_rows(rows: int) -> int:
-    """Rows as the kernels hold them: at least a matrix instruction's 16, tiles of 64 beyond one tile."""
-    return max(16, power_of_two(rows)) if rows <= ROW_TILE else -(-rows // ROW_TILE) * ROW_TILE
-
-
 def padded_dim(dim: int) -> int:
     """head_dim as a block; the excess is masked and costs no memory traffic."""
     return max(16, power_of_two(dim))
+
+
+def row_tile(dim: int, v_dim: int, itemsize: int) -> int:
+    """The most rows a program holds at once without spilling registers; more are taken in turn."""
+    width = max(padded_dim(dim), padded_dim(v_dim))
+    if itemsize == 4:  # the exact float32 dot is three tf32 products
+        return 16
+    return 64 if width <= 128 else 32
+
+
+def padded_rows(rows: int, tile: int) -> int:
+    """Rows as the kernels hold them: at least a matrix instruction's 16, and whole tiles."""
+    return max(16, power_of_two(rows)) if rows <= tile else -(-rows // tile) * tile
 
 
 def _fit(rows: int, keys: int, row_bytes: int, key_bytes: int, warps: int, stages: int, device: Device) -> Blocks:
     """Fewer stages, then fewer keys, until a program fits the device's shared memory."""
     if device.backend == "hip":
         stages = min(stages, 2)
-    while rows * row_bytes + stages * keys * key_bytes > device.shared_bytes:
-        if stages > 2 or (stages == 2 and keys == 16):
+    while rows * row_bytes + stages * keys * key_bytes > device.shared_bytes and keys > 16:
+        if stages > 2:
             stages -= 1
-        elif keys > 16:
-            keys //= 2
         else:
-            break
+            keys //= 2
     return Blocks(rows, keys, warps, stages)
 
 
 def attend_blocks(rows: int, dim: int, v_dim: int, itemsize: int, device: Device) -> Blocks:
     """Blocks of kernel A, for `rows` = g·w rows a KV head."""
-    tile = min(padded_rows(rows), ROW_TILE)
-    width = padded_dim(dim) + padded_dim(v_dim)
-    return _fit(tile, 64, 2 * width * itemsize, width * itemsize, 4, 3, device)
+    tile = row_tile(dim, v_dim, itemsize)
+    block = min(padded_rows(rows, tile), tile)
+    bd, bdv = padded_dim(dim), padded_dim(v_dim)
+    keys = 32 if itemsize == 4 else 64
+    return _fit(block, keys, (bd + 2 * bdv) * itemsize, (bd + bdv) * itemsize, 8, 3, device)
 
 
-def score_blocks(rows: int, dim: int, v_dim: int, itemsize: int, device: Device) -> Blocks:
+def score_blocks(rows: int, dim: int, v_dim: int, itemsize: int, device: Device, *, one_pass: bool = False) -> Blocks:
     """Blocks of kernel B."""
-    tile = min(padded_rows(rows), ROW_TILE)
-    width = padded_dim(dim) + padded_dim(v_dim)
-    return _fit(tile, 64, (width + padded_dim(v_dim)) * itemsize, width * itemsize, 4, 3, device)
+    tile = row_tile(dim, v_dim, itemsize)
+    block = min(padded_rows(rows, tile), tile)
+    bd, bdv = padded_dim(dim), padded_dim(v_dim)
+    narrow = itemsize == 4 or max(bd, bdv) > 128 or (one_pass and block > 32)
+    row_bytes = (bd + 2 * bdv) * itemsize * (2 if rows > tile else 1)
+    warps = 4 if block <= 32 and not narrow and not one_pass else 8
+    return _fit(block, 32 if narrow else 64, row_bytes, (bd + bdv) * itemsize, warps, 3, device)
 
 
 def split_keys(n_keys: int, groups: int, block: int, device: Device, *, per_processor: int = 2) -> tuple[int, int]:

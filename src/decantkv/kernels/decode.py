@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from decantkv.kernels.blocks import padded_dim, power_of_two
+from decantkv.kernels.blocks import Blocks, Device, padded_dim, power_of_two
 from decantkv.kernels.launch import device_of, precision_of
 from decantkv.kernels.primitives import LOG2E, dot, finite, to_logits2
 
@@ -64,6 +64,17 @@ def plan(capacities: Tensor, *, chunk: int | None = None) -> Splits:
     return Splits(lane, first, chunk, int(number.max()), torch.zeros(lanes, dtype=torch.int32, device=device))
 
 
+def decode_blocks(rows: int, dim: int, v_dim: int, itemsize: int, device: Device) -> Blocks:
+    """Block sizes: 64 keys in three stages where they fit, fewer where head_dim, dtype or shared memory ask for it."""
+    key_bytes = (padded_dim(dim) + padded_dim(v_dim)) * itemsize
+    keys, stages = (32, 2) if itemsize == 4 or max(dim, v_dim) > 128 else (64, 3)
+    if device.backend == "hip":
+        stages = min(stages, 2)
+    while rows * padded_dim(dim) * itemsize + stages * keys * key_bytes > device.shared_bytes and keys > 16:
+        stages, keys = (stages - 1, keys) if stages > 2 else (stages, keys // 2)
+    return Blocks(rows, keys, 4, stages)
+
+
 def attend(
     q: Tensor,
     keys: Tensor,
@@ -98,13 +109,14 @@ def attend(
     part = torch.empty(programs, tiles * block, v_dim, dtype=torch.float32, device=q.device)
     state = torch.empty(programs, 2, tiles * block, dtype=torch.float32, device=q.device)
     factor, cap2 = (scale * LOG2E, 0.0) if softcap is None else (scale / softcap, softcap * LOG2E)
-    small = keys.element_size() == 4 or max(dim, v_dim) > 128
+    device = device_of(q.device)
+    cut = decode_blocks(block, dim, v_dim, keys.element_size(), device)
     decode_kernel[(programs, tiles)](
         q, keys, values, out, part, state, sink_logits, starts, lens, splits.lane, splits.first, counter,
         factor, cap2, splits.chunk, *q.stride()[:3], lanes // batch,
         G=group, T=new, TILES=tiles, D=dim, DV=v_dim, BD=padded_dim(dim), BDV=padded_dim(v_dim), BM=block,
-        BN=32 if small else 64, CAPPED=softcap is not None, SINK=sink_logits is not None,
-        PRECISION=precision_of(q.dtype, device_of(q.device)), num_warps=4, num_stages=2 if small else 3,
+        BN=cut.keys, CAPPED=softcap is not None, SINK=sink_logits is not None,
+        PRECISION=precision_of(q.dtype, device), num_warps=cut.warps, num_stages=cut.stages, enable_fp_fusion=True,
     )  # fmt: skip
     return out
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from decantkv.kernels.attend import attend_kernel, merge_kernel
@@ -17,25 +18,27 @@ from decantkv.kernels.blocks import (
     padded_dim,
     padded_rows,
     power_of_two,
+    row_tile,
     score_blocks,
     split_keys,
 )
+from decantkv.kernels.launcher import Launcher, aligned, on_device
 from decantkv.kernels.primitives import INTERPRETED, LOG2E
-from decantkv.kernels.score import (
-    MASS,
-    PERTURBATION,
-    add_dominant_kernel,
-    dominant_cost_kernel,
-    score_kernel,
-)
+from decantkv.kernels.score import MASS, PERTURBATION, add_dominant_kernel, dominant_cost_kernel, score_kernel
 
 QUANTITIES = {"perturbation": PERTURBATION, "attention_mass": MASS}
-MERGE_CHUNK = 16  # splits a step of the merge reads at once
+MERGE_CHUNK = 64  # splits a step of the merge reads at once
 MAX_DIM = 256
+
+attend = Launcher(attend_kernel)
+merge = Launcher(merge_kernel)
+score = Launcher(score_kernel)
+dominant_cost = Launcher(dominant_cost_kernel)
+add_dominant = Launcher(add_dominant_kernel)
 
 
 class Plan(NamedTuple):
-    """Everything a launch is decided by; tests and the benchmark replace parts of it."""
+    """What a launch is cut by; tests and the benchmark replace it."""
 
     attend: Blocks
     score: Blocks
@@ -43,7 +46,7 @@ class Plan(NamedTuple):
     splits: int
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def device_of(device: torch.device) -> Device:
     """The device class behind a torch device; the interpreter stands for a small one."""
     if INTERPRETED or device.type != "cuda":
@@ -54,20 +57,46 @@ def device_of(device: torch.device) -> Device:
 
 
 @functools.lru_cache(maxsize=1024)
-def plan(rows: int, dim: int, v_dim: int, itemsize: int, n_keys: int, groups: int, device: Device) -> Plan:
+def plan(
+    rows: int, dim: int, v_dim: int, itemsize: int, n_keys: int, groups: int, device: Device, one_pass: bool
+) -> Plan:
     """Blocks and splits for `rows` = g·w rows, `groups` = B·H."""
-    attend = attend_blocks(rows, dim, v_dim, itemsize, device)
-    score = score_blocks(rows, dim, v_dim, itemsize, device)
-    tiles = padded_rows(rows) // attend.rows
-    keys, splits = split_keys(n_keys, groups * tiles, max(attend.keys, score.keys), device)
-    return Plan(attend, score, keys, splits)
+    a = attend_blocks(rows, dim, v_dim, itemsize, device)
+    b = score_blocks(rows, dim, v_dim, itemsize, device, one_pass=one_pass)
+    tiles = padded_rows(rows, a.rows) // a.rows
+    keys, splits = split_keys(n_keys, groups * tiles, max(a.keys, b.keys), device)
+    return Plan(a, b, keys, splits)
 
 
 def precision_of(dtype: torch.dtype, device: Device) -> str:
     """How a dot treats float32 operands: full precision from three tf32 products where the device has them."""
-    if dtype == torch.float32:
-        return "tf32x3" if device.backend == "cuda" else "ieee"
-    return "tf32" if device.backend == "cuda" else "ieee"  # float16 widened beside weights: tf32 holds it exactly
+    if device.backend != "cuda":
+        return "ieee"
+    return "tf32x3" if dtype == torch.float32 else "tf32"  # float16 widened beside weights: tf32 holds it exactly
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """All of a call that only depends on shapes, strides, dtypes and options; a prompt's layers share it."""
+
+    plan: Plan
+    one_pass: bool
+    values: bool
+    groups: int
+    rows: int
+    part_words: int
+    row_words: int
+    scalars: tuple[int | float, ...]
+    strides: tuple[int, ...]
+    attend: dict[str, Any]
+    merge: dict[str, Any]
+    score: dict[str, Any]
+    dominant_cost: dict[str, Any]
+    add_dominant: dict[str, Any]
+
+
+_prepared: dict[Hashable, _Prepared] = {}
+_PREPARED_LIMIT = 4096
 
 
 def launch_scores(
@@ -86,86 +115,135 @@ def launch_scores(
     plan_: Plan | None = None,
 ) -> Tensor:
     """Run the kernels; arguments as in `decantkv.kernels.window_scores`, already checked."""
+    if q.stride(3) != 1:
+        q = q.contiguous()
+    if lse is None or (out is None and quantity == "perturbation"):
+        out = lse = None
+    elif out is not None:
+        out = out if out.dtype == v.dtype and out.stride(3) == 1 else out.to(v.dtype).contiguous()
+    lse = lse.contiguous() if lse is not None else None
+    key = (
+        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), k.dtype, k.device,
+        None if out is None else out.stride(), None if lse is None else lse.dtype,
+        None if start is None else start.dtype, None if sink_logits is None else sink_logits.dtype,
+        softcap, scale, quantity, reduce, plan_, aligned(q, k, v, out, lse, start, sink_logits),
+    )  # fmt: skip
+    known = _prepared.get(key)
+    if known is None:
+        if len(_prepared) >= _PREPARED_LIMIT:
+            _prepared.clear()
+        known = _prepared[key] = _prepare(q, k, v, scale, start, softcap, sink_logits, out, lse, quantity, reduce, plan_)
+    with on_device(k.device):
+        return _run(key, known, q, k, v, start, sink_logits, out, lse)
+
+
+def _prepare(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    start: Tensor | None,
+    softcap: float | None,
+    sink_logits: Tensor | None,
+    out: Tensor | None,
+    lse: Tensor | None,
+    quantity: str,
+    reduce: str,
+    plan_: Plan | None,
+) -> _Prepared:
     batch, heads, n_keys, dim = k.shape
     v_dim, window = v.shape[3], q.shape[2]
     group, groups = q.shape[1] // heads, batch * heads
-    rows = group * window
+    rows, itemsize = group * window, k.element_size()
     device = device_of(k.device)
-    chosen = plan_ or plan(rows, dim, v_dim, k.element_size(), n_keys, groups, device)
-    padded, bd, bdv = padded_rows(rows), padded_dim(dim), padded_dim(v_dim)
-    code = QUANTITIES[quantity]
-    values = code != MASS
+    tile = row_tile(dim, v_dim, itemsize)
+    padded, bd, bdv = padded_rows(rows, tile), padded_dim(dim), padded_dim(v_dim)
+    values = quantity != "attention_mass"
     # beyond one row tile the rescue of dominant keys has no registers left: the kernels then make their own output
-    one_pass = lse is not None and (not values or (out is not None and padded <= chosen.score.rows))
-    precision = precision_of(k.dtype, device)
-    bf16 = k.dtype == torch.bfloat16
-    split_a = 1 if one_pass or k.dtype == torch.float32 else 2
-    if softcap is None:
-        factor, cap2 = scale * LOG2E, 0.0
-    else:
-        factor, cap2 = scale / softcap, softcap * LOG2E
-    if q.stride(3) != 1:
-        q = q.contiguous()
-
-    new = functools.partial(torch.empty, device=k.device)
-    scores = new(batch, heads, n_keys, dtype=torch.float32)
-    splits, keys_per_split = chosen.splits, chosen.keys_per_split
-    words = new(groups, 4, padded, dtype=torch.float32) if not one_pass else scores
-    sizes = q.stride()[:3], k.stride()[:3], v.stride()[:3]
-    shape = {"G": group, "W": window, "ROWS": padded, "BDV": bdv}
-    dims = {"D": dim, "DV": v_dim, "BD": bd}
-    modes = {"PADDED": start is not None, "CAPPED": softcap is not None, "PRECISION": precision}
-    merge_splits = {"BS": power_of_two(splits), "CHUNK": min(MERGE_CHUNK, power_of_two(splits))}
-
-    a_hi = a_lo = acc = mass = hot = v
-    if values and (not one_pass or out is not None):
-        acc = new(groups, splits, padded, bdv, dtype=torch.float32)
-    if not one_pass:
-        state = new(groups, splits, 3, padded, dtype=torch.float32)
-        top = new(groups, splits, padded, dtype=torch.int32) if values else words
-        if values:
-            a_hi = new(split_a, groups, padded, bdv, dtype=v.dtype)
-            a_lo = a_hi[-1]
-            a_hi = a_hi[0]
-        attend = chosen.attend
-        attend_kernel[(splits * (padded // attend.rows), groups)](
-            q, k, v, acc, state, top, start, n_keys, keys_per_split, splits, factor, cap2,
-            *sizes[0], *sizes[1], *sizes[2], heads,
-            **shape, **dims, BM=attend.rows, BN=attend.keys, **modes, VALUES=values, PARTS=2 if bf16 else 1,
-            num_warps=attend.warps, num_stages=attend.stages,
-        )  # fmt: skip
-        merge_kernel[(padded, groups)](
-            v, acc, state, top, sink_logits, a_hi, a_lo, words, splits, *sizes[2], heads,
-            **shape, DV=v_dim, **merge_splits, SINK=sink_logits is not None, VALUES=values, A_PARTS=split_a,
-            num_warps=4,
-        )  # fmt: skip
-    elif values:
-        mass = new(groups, splits, padded, dtype=torch.float32)
-        hot = new(groups, splits, padded, dtype=torch.int32)
-        assert out is not None  # by one_pass
-        out = out if out.stride(3) == 1 else out.contiguous()
-        a_hi = a_lo = out.to(v.dtype)
-    lse = lse.contiguous() if one_pass and lse is not None else words
-    score = chosen.score
-    score_kernel[(splits, groups)](
-        q, k, v, a_hi, a_lo, words, lse, scores, acc, mass, hot, start,
-        n_keys, keys_per_split, splits, factor, cap2,
-        *sizes[0], *sizes[1], *sizes[2], *a_hi.stride()[:3], heads,
-        **shape, **dims, BM=score.rows, BN=score.keys, **modes, QUANTITY=code, MAX=reduce == "max",
-        ONE_PASS=one_pass, A_PARTS=split_a, PARTS=2 if bf16 else 1,
-        num_warps=score.warps, num_stages=score.stages,
+    one_pass = lse is not None and (not values or padded <= tile)
+    chosen = plan_ or plan(rows, dim, v_dim, itemsize, n_keys, groups, device, one_pass)
+    splits = chosen.splits
+    factor, cap2 = (scale * LOG2E, 0.0) if softcap is None else (scale / softcap, softcap * LOG2E)
+    width = bdv if values else 0
+    shape = {"G": group, "W": window}
+    blocks = {"D": dim, "DV": v_dim, "ROWS": padded}
+    modes = {"PADDED": start is not None, "CAPPED": softcap is not None}
+    numbers = {
+        "PARTS": 2 if k.dtype == torch.bfloat16 else 1,
+        "PRECISION": precision_of(k.dtype, device),
+    }
+    merging = {
+        **shape, "DV": v_dim, "ROWS": padded, "BDV": bdv,
+        "BS": power_of_two(splits), "CHUNK": min(MERGE_CHUNK, power_of_two(splits)), "SINK": sink_logits is not None,
+    }  # fmt: skip
+    return _Prepared(
+        plan=chosen,
+        one_pass=one_pass,
+        values=values,
+        groups=groups,
+        rows=padded,
+        part_words=groups * splits * padded * (width + (4 if not one_pass else 2)),
+        row_words=groups * padded * (width + 3 if not one_pass else 2),
+        scalars=(n_keys, chosen.keys_per_split, splits, factor, cap2),
+        strides=(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]),
+        attend={
+            **shape, **blocks, "BM": chosen.attend.rows, "BN": chosen.attend.keys, "BD": bd, "BDV": bdv,
+            **modes, "VALUES": values, **numbers,
+        },
+        merge={**merging, "VALUES": values},
+        score={
+            **shape, **blocks, "BM": chosen.score.rows, "BN": chosen.score.keys, "BD": bd, "BDV": bdv,
+            **modes, "QUANTITY": QUANTITIES[quantity], "MAX": reduce == "max", "ONE_PASS": one_pass,
+            "A_PARTS": 1 if one_pass or k.dtype == torch.float32 else 2, **numbers,
+        },
+        dominant_cost=merging,
+        add_dominant={"G": group, "ROWS": padded, "BM": power_of_two(padded), "MAX": reduce == "max"},
     )  # fmt: skip
-    if one_pass and values:
-        tops = new(groups, padded, dtype=torch.int32)
-        costs = new(groups, padded, dtype=torch.float32)
-        dominant_cost_kernel[(padded, groups)](
-            v, acc, mass, hot, lse, sink_logits, tops, costs, splits, *sizes[2], heads,
-            **shape, DV=v_dim, **merge_splits, SINK=sink_logits is not None, num_warps=4,
+
+
+def _run(
+    key: Hashable,
+    p: _Prepared,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    start: Tensor | None,
+    sink_logits: Tensor | None,
+    out: Tensor | None,
+    lse: Tensor | None,
+) -> Tensor:
+    heads, splits = k.shape[1], p.plan.splits
+    strides_v = p.strides[6:]
+    scores = torch.empty(k.shape[:3], dtype=torch.float32, device=k.device)
+    rescue = p.one_pass and p.values
+    part = torch.empty(p.part_words, dtype=torch.float32, device=k.device) if not p.one_pass or rescue else scores
+    rows = torch.empty(p.row_words, dtype=torch.float32, device=k.device) if not p.one_pass or rescue else scores
+    if not p.one_pass:
+        out, lse = v, rows
+        attend(
+            key, (splits * (p.rows // p.plan.attend.rows), p.groups, 1),
+            (q, k, v, part, start, *p.scalars, *p.strides, heads), p.attend, _options(p.plan.attend),
         )  # fmt: skip
-        add_dominant_kernel[(groups,)](
-            scores, tops, costs, n_keys, G=group, ROWS=power_of_two(padded), MAX=reduce == "max", num_warps=1
-        )
+        merge(key, (p.rows, p.groups, 1), (v, part, sink_logits, rows, splits, *strides_v, heads), p.merge, _SMALL)
+    out = v if out is None else out
+    score(
+        key, (splits, p.groups, 1),
+        (q, k, v, out, lse, rows, scores, part, start, *p.scalars, *p.strides, *out.stride()[:3], heads),
+        p.score, _options(p.plan.score),
+    )  # fmt: skip
+    if rescue:
+        dominant_cost(
+            key, (p.rows, p.groups, 1), (v, part, lse, sink_logits, rows, splits, *strides_v, heads),
+            p.dominant_cost, _SMALL,
+        )  # fmt: skip
+        add_dominant(key, (p.groups, 1, 1), (scores, rows, k.shape[2]), p.add_dominant, _ONE_WARP)
     return scores
 
 
-__all__ = ["MAX_DIM", "Plan", "device_of", "launch_scores", "plan", "triton"]
+_SMALL = {"num_warps": 4, "num_stages": 1}
+_ONE_WARP = {"num_warps": 1, "num_stages": 1}
+
+
+@functools.cache
+def _options(blocks: Blocks) -> dict[str, int]:
+    return {"num_warps": blocks.warps, "num_stages": blocks.stages}

@@ -39,13 +39,14 @@ def row_costs(b_k, b_v, b_q, a_hi, a_lo, lse2, a_norm, scale, cap2,
 @triton.jit
 def load_rows(
     i_tile, i_bh,
-    p_q, p_a_hi, p_a_lo, p_row, p_lse,
-    n_keys, sqb, sqh, sqw, sab, sah, saw,
+    p_q, p_out, p_lse, p_rows,
+    n_keys, sqb, sqh, sqw, sob, soh, sow,
     H, G: tl.constexpr, W: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     ROWS: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
     QUANTITY: tl.constexpr, ONE_PASS: tl.constexpr, A_PARTS: tl.constexpr,
 ):  # fmt: skip
     """What a tile of rows brings: q, last key seen, lse2, the output in parts, ‖a‖², dominant key, its cost²."""
+    WIDTH: tl.constexpr = 0 if QUANTITY == _MASS else BDV
     i_b = (i_bh // H).to(tl.int64)
     r = i_tile * BM + tl.arange(0, BM)
     d = tl.arange(0, BD)
@@ -56,13 +57,13 @@ def load_rows(
     p_qr = p_q + i_b * sqb + head * sqh + (r % W).to(tl.int64) * sqw
     b_q = tl.load(p_qr[:, None] + d[None, :], mask=m_row[:, None] & (d < D)[None, :], other=0.0)
     last_seen = tl.where(m_row, n_keys - W + r % W, -1)
-    p_words = p_row + i_bh.to(tl.int64) * (4 * ROWS) + r
+    p_rows += i_bh.to(tl.int64) * (ROWS * (WIDTH + 3))
     if ONE_PASS:
         lse = tl.load(p_lse + i_bh.to(tl.int64) * (G * W) + r, mask=m_row, other=float("inf"))
         lse2 = lse.to(tl.float32) * 1.4426950408889634
         lse2 = tl.where(lse2 == float("-inf"), float("inf"), lse2)  # a row that sees no key has weights 0
     else:
-        lse2 = tl.load(p_words)
+        lse2 = tl.load(p_rows + ROWS * WIDTH + r)
     a_hi, a_lo = b_q, b_q
     a_norm = tl.zeros([BM], tl.float32)
     top = tl.full([BM], -1, tl.int32)
@@ -70,30 +71,28 @@ def load_rows(
     if QUANTITY != _MASS:
         # [BM, BDV]
         if ONE_PASS:
-            o_a = i_b * sab + head * sah + (r % W).to(tl.int64) * saw
+            p_a = p_out + i_b * sob + head * soh + (r % W).to(tl.int64) * sow
+            a_hi = tl.load(p_a[:, None] + dv[None, :], mask=m_row[:, None] & (dv < DV)[None, :], other=0.0)
+            a_lo = a_hi
         else:
-            o_a = (i_bh.to(tl.int64) * ROWS + r) * BDV
-        m_a = m_row[:, None] & (dv < DV)[None, :]
-        a_hi = tl.load(p_a_hi + o_a[:, None] + dv[None, :], mask=m_a, other=0.0)
-        a_lo = a_hi
+            a = tl.load(p_rows + r[:, None] * BDV + dv[None, :])
+            a_hi = a.to(b_q.dtype)
+            a_lo = (a - a_hi.to(tl.float32)).to(b_q.dtype)
+            top = tl.load(p_rows + ROWS * WIDTH + ROWS + r).to(tl.int32, bitcast=True)
+            top_cost = tl.load(p_rows + ROWS * WIDTH + 2 * ROWS + r)
+        used = a_hi.to(tl.float32)
         if A_PARTS == 2:
-            a_lo = tl.load(p_a_lo + o_a[:, None] + dv[None, :], mask=m_a, other=0.0)
-        if ONE_PASS:
-            wide = a_hi.to(tl.float32)
-            a_norm = tl.sum(wide * wide, 1)
-        else:
-            a_norm = tl.load(p_words + ROWS)
-            top = tl.load(p_words + 2 * ROWS).to(tl.int32, bitcast=True)
-            top_cost = tl.load(p_words + 3 * ROWS)
+            used += a_lo.to(tl.float32)
+        a_norm = tl.sum(used * used, 1)
     return b_q, last_seen, lse2, a_hi, a_lo, a_norm, top, top_cost
 
 
 @triton.jit
 def score_split(
     i_split, i_bh,
-    p_q, p_k, p_v, p_a_hi, p_a_lo, p_row, p_lse, p_score, p_acc, p_mass, p_hot, p_start,
+    p_q, p_k, p_v, p_out, p_lse, p_rows, p_score, p_part, p_start,
     n_keys, keys_per_split, n_splits, scale, cap2,
-    sqb, sqh, sqw, skb, skh, skn, svb, svh, svn, sab, sah, saw,
+    sqb, sqh, sqw, skb, skh, skn, svb, svh, svn, sob, soh, sow,
     H, G: tl.constexpr, W: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     ROWS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
     PADDED: tl.constexpr, CAPPED: tl.constexpr, QUANTITY: tl.constexpr, MAX: tl.constexpr,
@@ -119,13 +118,13 @@ def score_split(
     o_v = j[:, None] * svn + dv[None, :]
     if SINGLE:
         b_q, last_seen, lse2, a_hi, a_lo, a_norm, top, top_cost = load_rows(
-            0, i_bh, p_q, p_a_hi, p_a_lo, p_row, p_lse, n_keys, sqb, sqh, sqw, sab, sah, saw,
+            0, i_bh, p_q, p_out, p_lse, p_rows, n_keys, sqb, sqh, sqw, sob, soh, sow,
             H, G, W, D, DV, ROWS, BM, BD, BDV, QUANTITY, ONE_PASS, A_PARTS,
         )  # fmt: skip
     if RESCUE:
         acc = tl.zeros([BDV, BM], tl.float32)
         mass = tl.zeros([BN, BM], tl.float32)
-        hot = tl.full([BN, BM], -1, tl.int32)
+        hot = tl.full([BM], -1, tl.int32)
 
     n_tiles = tl.cdiv(tl.maximum(hi - lo, 0), BN)
     for t in range(0, n_tiles):
@@ -145,7 +144,8 @@ def score_split(
             seen = (n[:, None] <= last_seen[None, :]) & m_real[:, None]
             if RESCUE:
                 dominant = seen & (y < _DOMINANT)
-                hot = tl.maximum(hot, tl.where(dominant, n[:, None], -1))
+                if tl.max(tl.max(dominant.to(tl.int32), 1), 0) > 0:
+                    hot = tl.maximum(hot, tl.max(tl.where(dominant, n[:, None], -1), 0))
                 seen = seen & (y >= _DOMINANT)
                 p = tl.where(seen, tl.exp2(-y), 0.0)
                 if PARTS == 2:
@@ -165,7 +165,7 @@ def score_split(
             total = tl.zeros([BN], tl.float32)
             for i_tile in range(0, ROWS // BM):
                 q_t, last_t, lse2_t, hi_t, lo_t, norm_t, top_t, top_cost_t = load_rows(
-                    i_tile, i_bh, p_q, p_a_hi, p_a_lo, p_row, p_lse, n_keys, sqb, sqh, sqw, sab, sah, saw,
+                    i_tile, i_bh, p_q, p_out, p_lse, p_rows, n_keys, sqb, sqh, sqw, sob, soh, sow,
                     H, G, W, D, DV, ROWS, BM, BD, BDV, QUANTITY, ONE_PASS, A_PARTS,
                 )  # fmt: skip
                 cost, _ = row_costs(
@@ -183,17 +183,17 @@ def score_split(
 
     if RESCUE:
         r = tl.arange(0, BM)
-        o_part = (i_bh * n_splits + i_split).to(tl.int64) * ROWS + r
-        tl.store(p_acc + o_part[None, :] * BDV + dv[:, None], acc)
-        tl.store(p_mass + o_part, tl.sum(mass, 0))
-        tl.store(p_hot + o_part, tl.max(hot, 0))
+        p_part += (i_bh * n_splits + i_split).to(tl.int64) * (ROWS * (BDV + 2))
+        tl.store(p_part + r[None, :] * BDV + dv[:, None], acc)
+        tl.store(p_part + ROWS * BDV + r, tl.sum(mass, 0))
+        tl.store(p_part + ROWS * BDV + ROWS + r, hot.to(tl.float32, bitcast=True))
 
 
 @triton.jit(do_not_specialize=["n_keys", "keys_per_split", "n_splits"])
 def score_kernel(
-    p_q, p_k, p_v, p_a_hi, p_a_lo, p_row, p_lse, p_score, p_acc, p_mass, p_hot, p_start,
+    p_q, p_k, p_v, p_out, p_lse, p_rows, p_score, p_part, p_start,
     n_keys, keys_per_split, n_splits, scale, cap2,
-    sqb, sqh, sqw, skb, skh, skn, svb, svh, svn, sab, sah, saw,
+    sqb, sqh, sqw, skb, skh, skn, svb, svh, svn, sob, soh, sow,
     H, G: tl.constexpr, W: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     ROWS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
     PADDED: tl.constexpr, CAPPED: tl.constexpr, QUANTITY: tl.constexpr, MAX: tl.constexpr,
@@ -202,58 +202,64 @@ def score_kernel(
     """Grid (splits, B·H). Every score [B·H, N] is written, pads and unseen keys as 0."""
     score_split(
         tl.program_id(0), tl.program_id(1),
-        p_q, p_k, p_v, p_a_hi, p_a_lo, p_row, p_lse, p_score, p_acc, p_mass, p_hot, p_start,
+        p_q, p_k, p_v, p_out, p_lse, p_rows, p_score, p_part, p_start,
         n_keys, keys_per_split, n_splits, scale, cap2,
-        sqb, sqh, sqw, skb, skh, skn, svb, svh, svn, sab, sah, saw,
+        sqb, sqh, sqw, skb, skh, skn, svb, svh, svn, sob, soh, sow,
         H, G, W, D, DV, ROWS, BM, BN, BD, BDV, PADDED, CAPPED, QUANTITY, MAX, ONE_PASS, A_PARTS, PARTS, PRECISION,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["n_splits"])
 def dominant_cost_kernel(
-    p_v, p_acc, p_mass, p_hot, p_lse, p_sink, p_top, p_cost,
+    p_v, p_part, p_lse, p_sink, p_cost,
     n_splits, svb, svh, svn,
     H, G: tl.constexpr, W: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, BDV: tl.constexpr,
     BS: tl.constexpr, CHUNK: tl.constexpr, SINK: tl.constexpr,
 ):  # fmt: skip
-    """One-pass mode, grid (ROWS, B·H): the cost² of a row's dominant key from the sums over all others."""
+    """One-pass mode, grid (ROWS, B·H): a row's dominant key and its cost² from the sums over all others."""
+    PART: tl.constexpr = ROWS * (BDV + 2)
     i_row = tl.program_id(0)
     i_bh = tl.program_id(1)
     i_h = i_bh % H
     i_s = tl.arange(0, BS)
+    m_s = i_s < n_splits
     dv = tl.arange(0, BDV)
-    o_s = (i_bh * n_splits + i_s).to(tl.int64) * ROWS + i_row
-    top = tl.max(tl.load(p_hot + o_s, mask=i_s < n_splits, other=-1), 0)
-    o_out = i_bh.to(tl.int64) * ROWS + i_row
-    tl.store(p_top + o_out, top)
+    p_part += i_bh.to(tl.int64) * n_splits * PART
+    p_state = p_part + ROWS * BDV + i_row + i_s * PART
+    top = tl.max(tl.load(p_state + ROWS, mask=m_s, other=-1.0).to(tl.int32, bitcast=True), 0)
+    p_cost += i_bh.to(tl.int64) * (2 * ROWS) + i_row
+    tl.store(p_cost, top.to(tl.float32, bitcast=True))
     if top >= 0:
-        mass = tl.sum(tl.load(p_mass + o_s, mask=i_s < n_splits, other=0.0), 0)
+        mass = tl.sum(tl.load(p_state, mask=m_s, other=0.0), 0)
         if SINK:
             lse = tl.load(p_lse + i_bh.to(tl.int64) * (G * W) + i_row).to(tl.float32)
             mass += tl.exp2((tl.load(p_sink + i_h * G + i_row // W).to(tl.float32) - lse) * 1.4426950408889634)
         acc = tl.zeros([BDV], tl.float32)
         for s0 in range(0, n_splits, CHUNK):
             c = s0 + tl.arange(0, CHUNK)
-            o_c = (i_bh * n_splits + c).to(tl.int64) * ROWS + i_row
-            acc += tl.sum(tl.load(p_acc + o_c[:, None] * BDV + dv[None, :], mask=(c < n_splits)[:, None], other=0.0), 0)
+            p_c = p_part + c.to(tl.int64) * PART + i_row * BDV
+            acc += tl.sum(tl.load(p_c[:, None] + dv[None, :], mask=(c < n_splits)[:, None], other=0.0), 0)
         p_top_v = p_v + (i_bh // H).to(tl.int64) * svb + i_h.to(tl.int64) * svh + top.to(tl.int64) * svn
         v_top = tl.load(p_top_v + dv, mask=dv < DV, other=0.0).to(tl.float32)
         apart = acc / tl.where(mass > 0, mass, 1.0) - v_top
         p = 1.0 - mass
-        tl.store(p_cost + o_out, p * p * tl.sum(apart * apart, 0))
+        tl.store(p_cost + ROWS, p * p * tl.sum(apart * apart, 0))
 
 
 @triton.jit(do_not_specialize=["n_keys"])
-def add_dominant_kernel(p_score, p_top, p_cost, n_keys, G: tl.constexpr, ROWS: tl.constexpr, MAX: tl.constexpr):
+def add_dominant_kernel(
+    p_score, p_cost, n_keys, G: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr, MAX: tl.constexpr
+):
     """One-pass mode, grid (B·H): give dominant keys their cost; rows that share a key are summed in a fixed order."""
     i_bh = tl.program_id(0).to(tl.int64)
-    r = tl.arange(0, ROWS)
-    top = tl.load(p_top + i_bh * ROWS + r)
+    r = tl.arange(0, BM)
+    p_cost += i_bh * (2 * ROWS)
+    top = tl.load(p_cost + r, mask=r < ROWS, other=-1.0).to(tl.int32, bitcast=True)
     on = top >= 0
-    cost = tl.load(p_cost + i_bh * ROWS + r, mask=on, other=0.0)
-    # [ROWS, ROWS]
+    cost = tl.load(p_cost + ROWS + r, mask=on, other=0.0)
+    # [BM, BM]
     same = (top[:, None] == top[None, :]) & on[None, :]
-    first = on & (tl.min(tl.where(same, r[None, :], ROWS), 1) == r)
+    first = on & (tl.min(tl.where(same, r[None, :], BM), 1) == r)
     p_key = p_score + i_bh * n_keys + tl.where(on, top, 0)
     here = tl.load(p_key, mask=first, other=0.0)
     if MAX:

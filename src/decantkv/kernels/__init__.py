@@ -1,0 +1,135 @@
+"""The fused kernels' entry points: window scores, selection, compaction. Importing this needs the package triton.
+
+Each is a registered custom op under `torch.ops.decantkv`, which is what a compiled graph holds; eager calls go straight
+to the launchers, since a dispatch costs about as much as a launch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from decantkv.kernels import ops
+from decantkv.kernels.launch import MAX_DIM, launch_scores
+from decantkv.kernels.primitives import INTERPRETED
+from decantkv.kernels.compaction import POOLS, launch_gather, launch_select
+
+__all__ = ["INTERPRETED", "MAX_DIM", "gather_kv", "select_topk", "window_scores"]
+
+
+def window_scores(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    start: Tensor | None = None,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    quantity: str = "perturbation",
+    reduce: str = "sum",
+) -> Tensor:
+    """A window quantity per key, fused.
+
+    Args:
+        q: [B, HQ, w, D] the window's queries, bf16, fp16 or fp32, as k and v.
+        k, v: [B, H, N, D], [B, H, N, Dv]; the last dimension contiguous, other strides free.
+        start: [B] integers, the first real key of each batch row; None: all are real.
+        out, lse: the rows' output [B, HQ, w, Dv] and natural log-sum-exp [B, HQ, w] where the model has them: then
+            the keys and values are read once instead of twice. A row's dominant key stays exact; the others are as
+            exact as `out`.
+        quantity: "perturbation" or "attention_mass", as in `decantkv.scoring.reference`.
+        reduce: "sum" or "max" over a KV head's rows.
+
+    Returns:
+        [B, H, N] float32; 0 at pads and where the true value is below float32's smallest normal number.
+    """
+    if torch.compiler.is_compiling():
+        return ops.window_scores(q, k, v, scale, start, softcap, sink_logits, out, lse, quantity, reduce)
+    return launch_scores(
+        q, k, v, scale, start=start, softcap=softcap, sink_logits=sink_logits, out=out, lse=lse,
+        quantity=quantity, reduce=reduce,
+    )  # fmt: skip
+
+
+def select_topk(
+    scores: Tensor,
+    n_keep: int,
+    *,
+    counts: Tensor | None = None,
+    start: Tensor | None = None,
+    pool: str = "none",
+    kernel_size: int = 1,
+    pool_stop: int | None = None,
+    sinks: int = 0,
+    window: int = 0,
+    forced: Tensor | None = None,
+) -> Tensor:
+    """The indices of each row's highest pooled scores, exact, ascending, ties to the lowest index; no host sync.
+
+    Args:
+        scores: [B, H, N] float32 without NaN, any sign.
+        n_keep: K, the slots of the result, and how many each row keeps where `counts` is None.
+        counts: [B, H] integers ≤ K, how many each row and head keeps; never more than it has real keys.
+        start: [B] integers, the first real key; pads before it are edges of the pooling and are never chosen.
+        pool, kernel_size: "none", "max" (edges −inf) or "avg" (edges 0, always divided by the odd kernel_size).
+        pool_stop: pool only keys before it, as if the row ended there; later scores pass through.
+        sinks, window: how many first real keys and last keys are always kept.
+        forced: [B, N] bool, further keys always kept. All kept keys count towards `counts`.
+
+    Returns:
+        [B, H, K] int64; rows that keep fewer are filled with −1 on the left.
+
+    Raises:
+        ValueError: a shape, dtype or name that does not fit; the message names the argument.
+    """
+    if scores.dim() != 3 or scores.dtype != torch.float32:
+        raise ValueError(f"scores: expected float32 [batch, KV heads, keys], got {scores.dtype} {list(scores.shape)}")
+    if pool not in POOLS:
+        raise ValueError(f"pool: expected one of {', '.join(POOLS)}, got {pool!r}")
+    if kernel_size < 1 or kernel_size % 2 == 0:
+        raise ValueError(f"kernel_size: expected a positive odd number, got {kernel_size}")
+    if not 0 <= n_keep <= scores.shape[2]:
+        raise ValueError(f"n_keep: expected 0 to {scores.shape[2]} keys, got {n_keep}")
+    if counts is not None and (counts.shape != scores.shape[:2] or not counts.is_contiguous()):
+        raise ValueError(f"counts: expected contiguous {list(scores.shape[:2])}, got {list(counts.shape)}")
+    if forced is not None and (forced.shape != scores.shape[::2] or forced.dtype != torch.bool):
+        raise ValueError(f"forced: expected bool {list(scores.shape[::2])}, got {forced.dtype} {list(forced.shape)}")
+    if torch.compiler.is_compiling():
+        return ops.select_topk(
+            scores, n_keep, counts, start, pool, kernel_size, pool_stop, sinks, window, forced
+        )
+    return launch_select(
+        scores, n_keep, counts=counts, start=start, pool=pool, kernel_size=kernel_size, pool_stop=pool_stop,
+        sinks=sinks, window=window, forced=forced,
+    )  # fmt: skip
+
+
+def gather_kv(
+    k: Tensor, v: Tensor, indices: Tensor, *, out: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Copy the kept keys and values out in one launch; filler slots (−1) become zeros.
+
+    Args:
+        k, v: [B, H, N, D], [B, H, N, Dv], the last dimension contiguous.
+        indices: [B, H, K] int64.
+        out: destinations [B, H, K, D] and [B, H, K, Dv] with a contiguous last dimension, e.g. views of a decode
+            buffer; None: new tensors.
+    """
+    if indices.dim() != 3 or indices.shape[:2] != k.shape[:2] or indices.dtype != torch.int64:
+        raise ValueError(f"indices: expected int64 [{k.shape[0]}, {k.shape[1]}, kept], got {list(indices.shape)}")
+    if k.stride(3) != 1 or v.stride(3) != 1:
+        raise ValueError("k, v: expected a contiguous last dimension, got another layout")
+    if out is None:
+        if torch.compiler.is_compiling():
+            k_kept, v_kept = ops.gather_kv(k, v, indices)
+            return k_kept, v_kept
+        out = k.new_empty(*indices.shape, k.shape[3]), v.new_empty(*indices.shape, v.shape[3])
+    else:
+        shapes = ((*indices.shape, k.shape[3]), (*indices.shape, v.shape[3]))
+        if tuple(t.shape for t in out) != shapes or any(t.stride(3) != 1 for t in out):
+            raise ValueError(f"out: expected tensors {shapes} with a contiguous last dimension, got another layout")
+    launch_gather(k, v, indices.contiguous(), *out)
+    return out

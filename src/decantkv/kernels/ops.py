@@ -1,0 +1,96 @@
+"""The kernels as custom ops with fake implementations, so that torch.compile and export can carry them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from decantkv.kernels.compaction import launch_gather, launch_select
+from decantkv.kernels.launch import launch_scores
+
+
+@torch.library.custom_op("decantkv::window_scores", mutates_args=())
+def window_scores(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    start: Tensor | None,
+    softcap: float | None,
+    sink_logits: Tensor | None,
+    out: Tensor | None,
+    lse: Tensor | None,
+    quantity: str,
+    reduce: str,
+) -> Tensor:
+    """`decantkv.kernels.window_scores` as an op."""
+    return launch_scores(
+        q, k, v, scale, start=start, softcap=softcap, sink_logits=sink_logits, out=out, lse=lse,
+        quantity=quantity, reduce=reduce,
+    )  # fmt: skip
+
+
+@window_scores.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    start: Tensor | None,
+    softcap: float | None,
+    sink_logits: Tensor | None,
+    out: Tensor | None,
+    lse: Tensor | None,
+    quantity: str,
+    reduce: str,
+) -> Tensor:
+    return k.new_empty(k.shape[:3], dtype=torch.float32)
+
+
+@torch.library.custom_op("decantkv::select_topk", mutates_args=())
+def select_topk(
+    scores: Tensor,
+    n_keep: int,
+    counts: Tensor | None,
+    start: Tensor | None,
+    pool: str,
+    kernel_size: int,
+    pool_stop: int | None,
+    sinks: int,
+    window: int,
+    forced: Tensor | None,
+) -> Tensor:
+    """`decantkv.kernels.select_topk` as an op."""
+    return launch_select(
+        scores, n_keep, counts=counts, start=start, pool=pool, kernel_size=kernel_size, pool_stop=pool_stop,
+        sinks=sinks, window=window, forced=forced,
+    )  # fmt: skip
+
+
+@select_topk.register_fake
+def _(
+    scores: Tensor,
+    n_keep: int,
+    counts: Tensor | None,
+    start: Tensor | None,
+    pool: str,
+    kernel_size: int,
+    pool_stop: int | None,
+    sinks: int,
+    window: int,
+    forced: Tensor | None,
+) -> Tensor:
+    return scores.new_empty((*scores.shape[:2], n_keep), dtype=torch.int64)
+
+
+@torch.library.custom_op("decantkv::gather_kv", mutates_args=())
+def gather_kv(k: Tensor, v: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+    """`decantkv.kernels.gather_kv` as an op."""
+    k_kept, v_kept = k.new_empty(*indices.shape, k.shape[3]), v.new_empty(*indices.shape, v.shape[3])
+    launch_gather(k, v, indices.contiguous(), k_kept, v_kept)
+    return k_kept, v_kept
+
+
+@gather_kv.register_fake
+def _(k: Tensor, v: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+    return k.new_empty(*indices.shape, k.shape[3]), v.new_empty(*indices.shape, v.shape[3])

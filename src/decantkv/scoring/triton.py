@@ -1,0 +1,50 @@
+"""The scores from the fused kernels. What they cannot take, `unsupported` says."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from decantkv import kernels
+from decantkv.scoring.window import AttentionWindow
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def perturbation(win: AttentionWindow, *, reduce: str = "sum") -> Tensor:
+    """DropKV's cost; the formula and the result are `reference.perturbation`'s, as [B, H, N] float32."""
+    return _scores(win, "perturbation", reduce)
+
+
+def attention_mass(win: AttentionWindow, *, reduce: str = "sum") -> Tensor:
+    """SnapKV's attention mass; the formula is `reference.attention_mass`'s, as [B, H, N] float32."""
+    return _scores(win, "attention_mass", reduce)
+
+
+def unsupported(win: AttentionWindow, *, quantity: str, reduce: str = "sum") -> str | None:
+    """Why the kernels cannot take this input, or None when they can."""
+    if quantity not in ("perturbation", "attention_mass"):
+        return f"no kernel computes {quantity}"
+    if reduce not in ("sum", "max"):
+        return f"no kernel reduces rows by {reduce}"
+    if not (win.k.is_cuda or kernels.INTERPRETED):
+        return f"the tensors are on {win.k.device}, the kernels run on a GPU"
+    if win.mask is not None:
+        return "the window has a mask that is not plainly causal"
+    if not win.q.dtype == win.k.dtype == win.v.dtype or win.k.dtype not in _DTYPES:
+        return f"q, k, v are {win.q.dtype}, {win.k.dtype}, {win.v.dtype}, not all one of bfloat16, float16, float32"
+    if max(win.k.shape[3], win.v.shape[3]) > kernels.MAX_DIM:
+        return f"head_dim {max(win.k.shape[3], win.v.shape[3])} is above {kernels.MAX_DIM}"
+    if win.k.stride(3) != 1 or win.v.stride(3) != 1:
+        return "the last dimension of k or v is not contiguous"
+    return None
+
+
+def _scores(win: AttentionWindow, quantity: str, reduce: str) -> Tensor:
+    start = None
+    if win.lengths is not None:
+        start = win.kv_len - win.lengths.to(win.k.device)
+    return kernels.window_scores(
+        win.q, win.k, win.v, scale=win.scale, start=start, softcap=win.softcap, sink_logits=win.sink_logits,
+        out=win.out, lse=win.lse, quantity=quantity, reduce=reduce,
+    )  # fmt: skip
