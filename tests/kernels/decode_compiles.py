@@ -1,0 +1,79 @@
+"""Compile the decode kernel for GPUs that are not there: no spills, and shared memory that fits."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from decantkv.kernels.blocks import Device, padded_dim
+from decantkv.kernels.decode import decode_blocks, decode_kernel
+
+TARGETS = {
+    "sm80": (GPUTarget("cuda", 80, 32), Device("cuda", 108, 166912)),
+    "sm90": (GPUTarget("cuda", 90, 32), Device("cuda", 132, 232448)),
+    "sm100": (GPUTarget("cuda", 100, 32), Device("cuda", 148, 232448)),
+    "sm120": (GPUTarget("cuda", 120, 32), Device("cuda", 170, 101376)),
+    "gfx942": (GPUTarget("hip", "gfx942", 64), Device("hip", 304, 65536)),
+}
+POINTERS = {"p_starts": "*i64", "p_lens": "*i64", "p_lane": "*i32", "p_first": "*i32", "p_counter": "*i32",
+            "p_part": "*fp32", "p_state": "*fp32"}  # fmt: skip
+
+
+def compiled(target, device, dim, dtype, rows, *, new=1, itemsize=2):
+    cut = decode_blocks(rows, dim, dim, itemsize, device)
+    constants = {
+        "p_sink": None, "G": rows // new, "T": new, "TILES": 1, "D": dim, "DV": dim, "BD": padded_dim(dim),
+        "BDV": padded_dim(dim), "BM": rows, "BN": cut.keys, "CAPPED": False, "SINK": False,
+        "PRECISION": "tf32x3" if dtype == "fp32" and device.backend == "cuda" else "ieee",
+    }  # fmt: skip
+    names = decode_kernel.arg_names
+    signature = {
+        name: "constexpr" if name in constants
+        else POINTERS.get(name, f"*{dtype}") if name.startswith("p_")
+        else "fp32" if name in ("factor", "cap2") else "i32"
+        for name in names
+    }  # fmt: skip
+    aligned = [n for n in names if n.startswith("p_") and n not in constants] + ["s_qb", "s_qh", "chunk"]
+    source = ASTSource(
+        fn=decode_kernel,
+        signature=signature,
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+    )
+    return triton.compile(source, target=target, options={"num_warps": cut.warps, "num_stages": cut.stages})
+
+
+def spilled(kernel, target):
+    """Bytes of local memory, by the disassembler on NVIDIA and by the assembly's own note on AMD."""
+    if target.backend == "hip":
+        notes = [line for line in kernel.asm["amdgcn"].splitlines() if ".vgpr_spill_count:" in line]
+        return int(notes[0].split(":")[1])
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return int(usage.split("LOCAL:")[1].split()[0].strip(","))
+
+
+def main(names):
+    for name in names:
+        target, device = TARGETS[name]
+        for dim, dtype, rows, new, itemsize in (
+            (128, "bf16", 16, 1, 2), (64, "bf16", 16, 1, 2), (128, "bf16", 64, 16, 2), (256, "fp16", 16, 1, 2),
+            (80, "fp32", 16, 1, 4),
+        ):  # fmt: skip
+            kernel = compiled(target, device, dim, dtype, rows, new=new, itemsize=itemsize)
+            assert kernel.metadata.shared <= device.shared_bytes, (name, dim, dtype, rows, kernel.metadata.shared)
+            assert spilled(kernel, target) == 0, (name, dim, dtype, rows)
+        print(f"{name}: decode kernel compiles, no spills", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:] or list(TARGETS))
