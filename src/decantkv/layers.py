@@ -1,0 +1,338 @@
+"""The layers of an evicting cache: they tell how much was said apart from how much is stored.
+
+A layer holds the prompt's full keys and values until its own attention call is over, keeps the chosen ones, and from
+then on hands everything to an inner store. Its *logical* length counts every token, so positions stay right; its
+*stored* length counts slots, so masks do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+
+from decantkv import interface
+from decantkv.interface import AttentionCall, not_understood
+from decantkv.masks import PromptMask, hide_filler, read_prompt_mask
+from decantkv.needs import output_projection
+from decantkv.options import Need
+from decantkv.records import LayerRecord, Recorder, storage_bytes
+from decantkv.scoring.window import AttentionWindow, Rotate, make_window
+from decantkv.selection import FILLER, Kept
+from decantkv.settings import Settings
+
+
+class PromptLayer(CacheLayerMixin):
+    """A full-attention layer that sees its prompt's attention call once and then decides what to store.
+
+    Subclasses implement `keep`. Before the prompt `store` is None; `prompt` holds the full keys and values from
+    `update` until `after_attention`.
+    """
+
+    is_compileable = False
+    is_croppable = True
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(self, layer_idx: int, cache_id: int, rows: int) -> None:
+        self.layer_idx, self.cache_id, self.rows = layer_idx, cache_id, rows
+        self.store: DynamicLayer | None = None
+        self.prompt: tuple[Tensor, Tensor] | None = None
+        self.valid: Tensor | None = None  # [B, 1 or H, K] bool; None while every kept slot holds a token
+        self.logical = 0
+        self.kept: Kept | None = None
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether the layer has seen a prompt."""
+        return self.logical > 0
+
+    @property
+    def keys(self) -> Tensor | None:
+        """[B, H, stored, D], or None before a prompt."""
+        return self._tensors()[0]
+
+    @property
+    def values(self) -> Tensor | None:
+        """[B, H, stored, Dv], or None before a prompt."""
+        return self._tensors()[1]
+
+    def _tensors(self) -> tuple[Tensor | None, Tensor | None]:
+        if self.store is not None:
+            return self.store.keys, self.store.values
+        return self.prompt if self.prompt is not None else (None, None)
+
+    @property
+    def stored(self) -> int:
+        """Slots in memory, filler included."""
+        keys = self.keys
+        return 0 if keys is None else keys.shape[-2]
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing to prepare: shapes are known at the first update."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Take the new tokens' keys and values; return what the attention must read.
+
+        Raises:
+            UnsupportedModelError: the prompt's attention call never came.
+        """
+        if self.prompt is not None:
+            raise not_understood(self.layer_idx)
+        if self.store is None and key_states.shape[-2] > 1:
+            interface.expect(self)
+            self.prompt = (key_states, value_states)
+            self.logical = key_states.shape[-2]
+            return self.prompt
+        if self.store is None:  # a prompt of one token: nothing to choose from
+            self.store = DynamicLayer()
+        self.logical += key_states.shape[-2]
+        if self.valid is not None:
+            interface.expect(self)
+        keys, values = self.store.update(key_states, value_states)
+        return keys, values
+
+    def before_attention(self, mask: Any, *, query: Tensor, kv_len: int, backend: str) -> Any:
+        """Hide filler slots from new tokens."""
+        if self.valid is None:
+            return mask
+        return hide_filler(mask, self.valid, query=query, kv_len=kv_len, backend=backend)
+
+    def after_attention(self, call: AttentionCall) -> None:
+        """The prompt has been attended to: decide what to store. A failure leaves the layer empty."""
+        if self.prompt is None:
+            return
+        try:
+            if call.key.requires_grad:
+                raise ValueError("model: expected a forward without gradients (torch.no_grad()), got one with")
+            self._keep(call)
+        except BaseException:
+            self.reset()
+            raise
+        self.prompt = None
+
+    @torch.no_grad()
+    def _keep(self, call: AttentionCall) -> None:
+        batch, _, kv_len, _ = call.key.shape
+        rows = min(self.rows, kv_len)
+        seen = read_prompt_mask(call.mask, batch=batch, kv_len=kv_len, rows=rows, device=call.key.device)
+        self.keep(call, seen, rows)
+
+    def keep(self, call: AttentionCall, seen: PromptMask, rows: int) -> None:
+        """Fill `store` (and `valid`) from the prompt."""
+        raise NotImplementedError
+
+    def store_all(self) -> None:
+        """Keep the prompt as it is."""
+        keys, values = self._prompt()
+        self.fill(_owned(keys), _owned(values))
+
+    def store_kept(self, kept: Kept) -> None:
+        """Keep the chosen tokens of the prompt; heads that the cache does not tell apart share one choice."""
+        keys, values = self._prompt()
+        self.fill(gather(keys, kept.indices), gather(values, kept.indices))
+        valid = kept.valid()
+        same = kept.counts.shape[1] == 1 or bool((kept.counts == kept.counts[:, :1]).all())
+        valid = valid[:, :1] if same else valid
+        self.valid = None if bool(valid.all()) else valid
+        self.kept = kept
+
+    def fill(self, keys: Tensor, values: Tensor) -> None:
+        """Make keys [B, H, K, D] and values [B, H, K, Dv] the layer's storage, without another copy."""
+        self.store = DynamicLayer()
+        self.store.is_initialized = True
+        self.store.dtype, self.store.device = keys.dtype, keys.device
+        self.store.keys, self.store.values = keys, values
+
+    def _prompt(self) -> tuple[Tensor, Tensor]:
+        if self.prompt is None:
+            raise RuntimeError("the layer holds no prompt")
+        return self.prompt
+
+    def get_seq_length(self, *args: Any) -> int:
+        """Every token ever given, which is what positions count."""
+        return self.logical
+
+    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
+        """Stored slots plus new tokens, and the distance between logical and stored positions."""
+        new = query_length if isinstance(query_length, int) else int(query_length.shape[0])
+        return self.stored + new, self.logical - self.stored
+
+    def get_max_length(self) -> int:
+        """No limit."""
+        return -1
+
+    get_max_cache_shape = get_max_length
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the newest tokens: −k removes k; a positive number is the length to go back to.
+
+        Raises:
+            ValueError: that reaches into what the prompt's eviction left.
+        """
+        remove = -tokens_to_remove if tokens_to_remove <= 0 else self.logical - tokens_to_remove
+        if remove <= 0 or self.store is None:
+            return
+        kept = 0 if self.kept is None else self.kept.indices.shape[2]
+        if self.kept is not None and self.stored - remove < kept:
+            raise ValueError(
+                f"crop: expected to remove at most the {self.stored - kept} tokens after the evicted prompt, "
+                f"got {remove}"
+            )
+        self.store.keys, self.store.values = self.store.keys[..., :-remove, :], self.store.values[..., :-remove, :]
+        self.logical -= remove
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Rows in a new order, as beam search wants them."""
+        self._each(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row `repeats` times."""
+        self._each(lambda x: x.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Only these rows."""
+        self._each(lambda x: x[indices.to(x.device) if isinstance(indices, Tensor) else indices, ...])
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> None:
+        if self.store is not None:
+            self.store.keys, self.store.values = change(self.store.keys), change(self.store.values)
+        if self.valid is not None:
+            self.valid = change(self.valid)
+        if self.kept is not None:
+            self.kept = Kept(change(self.kept.indices), change(self.kept.counts))
+
+    def offload(self) -> None:
+        """Kept tokens to the CPU; a prompt stays, since its attention is still to come."""
+        if self.store is not None:
+            self.store.offload()
+
+    def prefetch(self) -> None:
+        """Kept tokens back to their device."""
+        if self.store is not None:
+            self.store.prefetch()
+
+    def reset(self) -> None:
+        """Empty again."""
+        self.store = self.prompt = self.valid = self.kept = None
+        self.logical = 0
+
+    def tensors(self) -> list[Tensor]:
+        """Everything the layer holds in memory for keys and values."""
+        return [x for x in self._tensors() if x is not None]
+
+
+class EvictingLayer(PromptLayer):
+    """Scores its prompt by the model's own attention call and keeps the costliest tokens."""
+
+    def __init__(
+        self,
+        layer_idx: int,
+        cache_id: int,
+        settings: Settings,
+        recorder: Recorder,
+        *,
+        shared: bool,
+        rotate: Rotate | None = None,
+    ) -> None:
+        super().__init__(layer_idx, cache_id, settings.rows)
+        self.settings, self.recorder, self.shared, self.rotate = settings, recorder, shared, rotate
+        self.place = (0, 1)  # which of how many evicting layers; the cache knows when all are there
+
+    def keep(self, call: AttentionCall, seen: PromptMask, rows: int) -> None:
+        """Score, select, compact; a prompt within its budget is kept whole."""
+        keys, values = self._prompt()
+        lengths = seen.lengths if seen.lengths is not None else (keys.shape[2],) * keys.shape[0]
+        counts = self.settings.n_keep(lengths)
+        before = storage_bytes([keys, values])
+        if counts == list(lengths):
+            self.store_all()
+            kept_counts = torch.tensor(counts)[:, None].expand(-1, keys.shape[1])
+        else:
+            kept = self._choose(call, seen, rows)
+            with self.recorder.stopwatch.measure("compaction", keys.device):
+                self.store_kept(kept)
+                if self.rotate is not None and self.settings.method.renumbers:
+                    self._renumber(kept, self.rotate)
+            kept_counts = kept.counts
+        self.recorder.layers.append(
+            LayerRecord(
+                self.layer_idx,
+                lengths,
+                kept_counts,
+                before,
+                storage_bytes(self.store_tensors()),
+                self.settings.raised(lengths),
+            )
+        )
+
+    def _renumber(self, kept: Kept, rotate: Rotate) -> None:
+        """Turn kept keys by as many positions as were dropped behind them, so that no distance spans a gap."""
+        if self.store is None:
+            return
+        slots = kept.indices.shape[2]
+        place = torch.arange(self.logical - slots, self.logical, device=kept.indices.device)
+        ahead = torch.where(kept.valid(), place - kept.indices, 0)  # [B, H, K]
+        keys = self.store.keys
+        self.store.keys = rotate(keys.flatten(0, 1)[:, None], ahead.flatten(0, 1)).view_as(keys)
+
+    def store_tensors(self) -> list[Tensor]:
+        """Keys and values of the kept tokens."""
+        return [] if self.store is None else [self.store.keys, self.store.values]
+
+    def _choose(self, call: AttentionCall, seen: PromptMask, rows: int) -> Kept:
+        keys, _ = self._prompt()
+        stopwatch, device = self.recorder.stopwatch, keys.device
+        with stopwatch.measure("scoring", device):
+            win = window_of(call, seen, rows, self.layer_idx, needs=self.settings.method.needs, rotate=self.rotate)
+            scores = self.settings.score(win)
+        # a latent cache (MLA) stores one head for all, some models repeat heads after the cache
+        shared = self.shared or call.key.shape[1] != keys.shape[1]
+        with stopwatch.measure("selection", device):
+            kept = self.settings.choose(scores, win=win, lengths=seen.lengths, layer=self.place, shared=shared)
+        if call.key.shape[1] != keys.shape[1]:
+            heads = keys.shape[1]
+            kept = Kept(kept.indices[:, :1].expand(-1, heads, -1), kept.counts[:, :1].expand(-1, heads))
+        return kept
+
+
+def window_of(
+    call: AttentionCall,
+    seen: PromptMask,
+    rows: int,
+    layer_idx: int,
+    *,
+    needs: frozenset[Need] = frozenset(),
+    rotate: Rotate | None = None,
+) -> AttentionWindow:
+    """The attention call of a prompt as the methods receive it, with the last `rows` queries and what they need."""
+    lengths = None if seen.lengths is None else torch.tensor(seen.lengths, device=call.key.device)
+    return make_window(
+        call.query[:, :, -rows:],
+        call.key,
+        call.value,
+        scale=call.scale,
+        lengths=lengths,
+        softcap=call.softcap,
+        sink_logits=call.sink_logits,
+        mask=seen.window,
+        layer_idx=layer_idx,
+        queries=call.query if "queries" in needs and call.query.shape[2] == call.key.shape[2] else None,
+        output_projection=output_projection(call.module, call.query, call.value) if "W_O" in needs else None,
+        rotate=rotate,
+    )
+
+
+def gather(x: Tensor, indices: Tensor) -> Tensor:
+    """[B, H, N, D] at [B, H, K] indices, as new memory; filler slots get zeros."""
+    slots = indices.clamp_min(0)[..., None].expand(-1, -1, -1, x.shape[-1])
+    return x.gather(2, slots).masked_fill_((indices == FILLER)[..., None], 0.0)
+
+
+def _owned(x: Tensor) -> Tensor:
+    """The tensor alone in its storage: a view of something larger would keep all of that alive."""
+    whole = x.untyped_storage().nbytes() == x.numel() * x.element_size()
+    return x if whole else x.clone(memory_format=torch.contiguous_format)
