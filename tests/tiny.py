@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
+ROOT = Path(__file__).parent.parent
 VOCABULARY = 199
 BASE: dict[str, Any] = {
     "vocab_size": VOCABULARY,

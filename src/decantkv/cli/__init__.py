@@ -7,7 +7,6 @@ import importlib.util
 import sys
 from typing import Any
 
-import click
 import typer
 from rich.console import Console
 
@@ -20,6 +19,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
+
+# click's base of usage errors, which typer brings along from some version on and imports in others
+UsageProblem: Any = typer.BadParameter.__mro__[2]
 
 COMMANDS = ("decantkv.cli.generate", "decantkv.cli.methods")
 
@@ -35,11 +37,11 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the command line; errors are one line on stderr."""
     try:
         code = build().main(args=arguments, prog_name="decantkv", standalone_mode=False)
-    except click.exceptions.Exit as stop:
+    except typer.Exit as stop:
         code = stop.exit_code
-    except click.ClickException as error:
+    except UsageProblem as error:
         code = fail(error.format_message())
-    except (click.exceptions.Abort, KeyboardInterrupt):
+    except (typer.Abort, KeyboardInterrupt):
         code = 130
     except (ValueError, TypeError) as error:
         code = fail(str(error))

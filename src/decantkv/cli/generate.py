@@ -56,10 +56,12 @@ def generate(
 def run(model_name: str, text: str, settings: Any, *, max_new_tokens: int, raw: bool) -> tuple[str, Any, float]:
     """Load, generate, and return the answer, the report and the seconds that generation took."""
     import torch
+    from transformers.utils.logging import disable_progress_bar
 
     from decantkv.integration import attach
     from decantkv.models import chat_prompt, load
 
+    disable_progress_bar()  # one of ours is enough
     console = Console(stderr=True)
     with console.status(f"loading {model_name}"):
         model, tokenizer = load(model_name)
@@ -70,15 +72,19 @@ def run(model_name: str, text: str, settings: Any, *, max_new_tokens: int, raw: 
         raise ValueError("prompt-file: expected text, got nothing that makes a token")
     settings.n_keep([length])  # a span outside the prompt is refused before the work
     start = time.perf_counter()
-    with console.status(f"reading {length:,} tokens"), torch.no_grad(), attach(
-        model,
-        settings.method,
-        budget=settings.budget,
-        allocation=settings.allocation,
-        sinks=settings.sinks,
-        protect=settings.protect,
-        impl=settings.impl,
-    ) as attached:
+    with (
+        console.status(f"reading {length:,} tokens"),
+        torch.no_grad(),
+        attach(
+            model,
+            settings.method,
+            budget=settings.budget,
+            allocation=settings.allocation,
+            sinks=settings.sinks,
+            protect=settings.protect,
+            impl=settings.impl,
+        ) as attached,
+    ):
         output = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
     answer = tokenizer.decode(output[0, length:], skip_special_tokens=True).strip()
     return answer, attached.report(), time.perf_counter() - start

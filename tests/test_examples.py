@@ -1,0 +1,49 @@
+"""The README's code blocks and the examples run as they stand."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+
+def python(arguments, **environment):
+    done = subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, env={**os.environ, **environment}, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("number", range(len(BLOCKS)))
+def test_readme_block(number, model_path):
+    code = BLOCKS[number].replace('"path/to/model.gguf"', repr(model_path))
+    assert python(["-c", code])
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_example(path, model_path):
+    assert len(path.read_text().splitlines()) <= 40
+    out = python([str(path), model_path])
+    assert out.strip()
+    if path.stem == "padded_batch":
+        assert "4417" in out
+        assert "7392" in out
+
+
+def test_the_commands_of_the_first_screen_are_in_the_makefile():
+    first = "\n".join((ROOT / "README.md").read_text(encoding="utf-8").splitlines()[:45])
+    makefile = (ROOT / "Makefile").read_text()
+    for command in ("demo", "test"):
+        assert f"make {command}" in first
+        assert f"\n{command}:" in makefile
