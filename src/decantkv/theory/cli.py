@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,6 +30,8 @@ def verify(
     name: Annotated[str, typer.Option(help="What to call the model in the rows; default: --model.")] = "",
 ) -> None:
     """Check the theory on a model and a prompt: cone, ε, bounds, realised ratio. Without --model: tables from rows."""
+    if importlib.util.find_spec("scipy") is None:
+        raise ValueError("verify: expected scipy (pip install 'decantkv[theory]'), got none")
     if model:
         if prompt_file is None:
             raise ValueError("prompt-file: expected a text file beside --model, got none")
@@ -115,7 +118,7 @@ def _tell(out: Path) -> None:
     from decantkv.theory.summary import summary
     from decantkv.theory.verify import read
 
-    paths = sorted(out.glob("rows*.jsonl"))
+    paths = sorted([*out.glob("rows*.jsonl"), *out.glob("rows*.jsonl.gz")])
     if not paths:
         raise ValueError(f"out: expected rows*.jsonl in {out} or a --model to measure, got neither")
     header, records = read(paths)

@@ -142,7 +142,7 @@ def _ratios(head: Head, plan: Plan, evicted: Tensor) -> Iterator[Record]:
 def _searched(head: Head, plan: Plan, rows: Rows, where: Record, scores: Tensor | None) -> Iterator[Record]:
     """Records of one row, by its own cost, or of the window, by the method's scores."""
     raw = rows.cost() if scores is None else scores
-    pooled = head.pooled(raw.square().float()) if scores is None else head.pooled(scores)
+    pooled = head.pooled(raw.square() if scores is None else scores)
     attention = rows.p.sum(0)
     candidates = head.candidates()
     by_attention = candidates[smallest(attention[candidates], len(candidates))]

@@ -61,9 +61,7 @@ def _prevalence(axis: Any, assumptions: Sequence[Record]) -> None:
 def _epsilon(axis: Any, assumptions: Sequence[Record]) -> None:
     for (name, group), (color, _, dash) in zip(_pools(assumptions), STYLES, strict=False):
         _curve(axis, [r["epsilon"] for r in group], color, dash, name)
-    axis.set(
-        title="ε, the largest weight in the pool", xlabel="ε", ylabel="% of (layer, head, row) below", xscale="log"
-    )
+    axis.set(title="ε, the largest weight in the pool", xlabel="ε", ylabel="% of records below", xscale="log")
     axis.legend(title="pool L", fontsize=8)
 
 
@@ -81,7 +79,7 @@ def _factor(axis: Any, assumptions: Sequence[Record], k: int) -> None:
 def _ratio_curves(axis: Any, ratios: Sequence[Record]) -> None:
     for selection, (color, _, dash) in zip(SELECTIONS, STYLES, strict=False):
         _curve(axis, [ratio(r, selection) for r in ratios], color, dash, selection)
-    axis.set(title="Ratio to the best set: window, keys around the cut", xlabel="ratio", ylabel="% of records below")
+    axis.set(title="Window, keys around the cut, k of 20", xlabel="shift / best shift", ylabel="% of records below")
     axis.set_xlim(0.95, max(3.0, float(np.quantile([ratio(r, "pooled") for r in ratios], 0.99)) if ratios else 3.0))
     axis.legend(title="chosen by", fontsize=8)
 
@@ -96,8 +94,9 @@ def _by_k(axis: Any, ratios: Sequence[Record], layers: int) -> None:
             axis.plot(ks, [np.median(x) for x in cells], dash, color=color, marker=marker, label=f"{group}: median")
             axis.plot(ks, [np.quantile(x, 0.95) for x in cells], dash, color=color, marker=marker, fillstyle="none",
                       linewidth=0.8, label="95 %")  # fmt: skip
-    axis.set(title="Ratio to the best set: one row, least attention, raw score", xlabel="k", ylabel="ratio")
-    axis.legend(fontsize=7, ncols=3)
+    axis.set(title="One row, k of the 20 keys of least attention, raw", xlabel="k", ylabel="shift / best shift")
+    axis.legend(fontsize=7, ncols=3, loc="upper center")
+    axis.set_ylim(0.98, axis.get_ylim()[1] + 0.3 * (axis.get_ylim()[1] - 1))
 
 
 def _moves(axis: Any, evictions: Sequence[Record]) -> None:
@@ -107,7 +106,8 @@ def _moves(axis: Any, evictions: Sequence[Record]) -> None:
         layers = sorted({r["layer"] for r in group})
         moved = [np.median([r["shift"] / r["output"] for r in group if r["layer"] == layer]) for layer in layers]
         axis.plot(layers, moved, dash, color=color, marker=marker, markersize=4, label=selection)
-    axis.set(title="What the real eviction moves, median of the heads", xlabel="layer", ylabel="move / output", ylim=0)
+    axis.set(title="The real eviction: outputs' move, median head", xlabel="layer", ylabel="move / output")
+    axis.set_ylim(bottom=0)
     axis.legend(title="chosen by", fontsize=8)
 
 

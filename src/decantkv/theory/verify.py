@@ -13,6 +13,7 @@ of least attention, "cut" those around the budget's cut by raw score, "evicted" 
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import platform
@@ -140,6 +141,8 @@ def circumstances(
 def read(paths: Sequence[Path]) -> tuple[Record, list[Record]]:
     """(the first file's header, all complete layers' records) of one run's results, in one file or several.
 
+    Files may be packed with gzip, ending in .gz.
+
     Raises:
         ValueError: no header, or files of different runs.
     """
@@ -178,7 +181,8 @@ def _open(path: Path, header: Record) -> set[int]:
 
 
 def _lines(path: Path) -> list[Record]:
-    lines = path.read_text(encoding="utf-8").splitlines()
+    data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    lines = data.decode("utf-8").splitlines()
     parsed = []
     for i, line in enumerate(lines):
         try:
@@ -190,7 +194,7 @@ def _lines(path: Path) -> list[Record]:
 
 
 def _round(value: Any) -> Any:
-    return float(f"{value:.6g}") if isinstance(value, float) else value
+    return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
 def _commit() -> str | None:

@@ -1,0 +1,83 @@
+"""`decantkv show`: what a method kept of a prompt, as one HTML page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+
+def show(
+    model: Annotated[str, typer.Option(help="A model id, a model folder, or a .gguf file.")],
+    prompt_file: Annotated[Path, typer.Option(help="UTF-8 text to read; - for standard input.")],
+    question: Annotated[str, typer.Option(help="Asked after the text, inside the same prompt.")] = "",
+    method: Annotated[list[str] | None, typer.Option(help="A method, or method:preset; repeat to compare.")] = None,
+    budget: Annotated[str, typer.Option(help="What is kept: a fraction like 0.05, or a number of tokens.")] = "0.05",
+    allocation: Annotated[str | None, typer.Option(help="How the budget is spread; default: the method's own.")] = None,
+    sinks: Annotated[int | None, typer.Option(help="First tokens always kept; default: the method's own.")] = None,
+    protect: Annotated[list[str] | None, typer.Option(help="A span always kept, START:STOP; repeatable.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 48,
+    raw: Annotated[bool, typer.Option("--raw", help="Do not use the model's chat template.")] = False,
+    out: Annotated[Path, typer.Option(help="The page.")] = Path("decantkv.html"),
+    name: Annotated[str, typer.Option(help="What to call the model; default: --model.")] = "",
+) -> None:
+    """Write one self-contained page: the prompt inked by what was kept, and what the answer would have missed."""
+    from decantkv.cli.generate import parse_budget, parse_span, read_prompt
+    from decantkv.models import load
+    from decantkv.settings import Settings
+    from decantkv.show.collect import collect
+    from decantkv.show.page import render
+    from decantkv.show.terminal import tell
+
+    text = read_prompt(prompt_file, question)
+    settings = [
+        Settings.parse(
+            chosen,
+            budget=parse_budget(budget),
+            allocation=allocation,  # type: ignore[arg-type]  # checked by Settings.parse
+            sinks=sinks,
+            protect=[parse_span(span) for span in protect or ()],
+        )
+        for chosen in method or ["dropkv"]
+    ]
+    console = Console(stderr=True, highlight=False)
+    with console.status(f"loading {model}") as status:
+        loaded, tokenizer = load(model)
+        ids, pieces = prompt_pieces(tokenizer, text, raw=raw)
+        view = collect(
+            loaded,
+            tokenizer,
+            ids.to(loaded.device),
+            pieces,
+            settings,
+            model_name=name or model,
+            max_new_tokens=max_new_tokens,
+            progress=status.update,
+        )
+    out.write_text(render(view), encoding="utf-8")
+    tell(view, Console(highlight=False))
+    console.print(f"wrote {out} ({out.stat().st_size / 1e6:.1f} MB)")
+
+
+def prompt_pieces(tokenizer: Any, text: str, *, raw: bool) -> tuple[Any, list[str]]:
+    """([1, N] int64 token ids, the prompt's text by token: joined they are the prompt; "" for added specials).
+
+    Raises:
+        ValueError: a tokenizer that cannot say where its tokens stand in the text.
+    """
+    from decantkv.models import chat_prompt
+
+    prompt, templated = (text, False) if raw else chat_prompt(tokenizer, text)
+    if not tokenizer.is_fast:
+        raise ValueError(f"model: expected a fast tokenizer, which knows offsets, got {type(tokenizer).__name__}")
+    encoded = tokenizer(prompt, return_tensors="pt", add_special_tokens=not templated, return_offsets_mapping=True)
+    spans = encoded["offset_mapping"][0].tolist()
+    pieces, end = [], 0
+    for _, stop in spans:  # what no token covers, a space say, goes to the token after it
+        pieces.append(prompt[end:stop] if stop > end else "")
+        end = max(end, stop)
+    if pieces:
+        pieces[-1] += prompt[end:]
+    return encoded["input_ids"], pieces

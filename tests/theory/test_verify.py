@@ -1,0 +1,191 @@
+"""A run on a tiny model: the rows say what the oracle says, stop and resume, and become tables and plots."""
+
+import gzip
+import json
+import math
+from collections import Counter
+
+import pytest
+import torch
+
+from decantkv.budget import Budget
+from decantkv.cache import cache_argument
+from decantkv.methods import resolve
+from decantkv.observation import ObservingCache
+from decantkv.theory import cli, oracle
+from decantkv.theory.measure import Plan
+from decantkv.theory.plots import page
+from decantkv.theory.summary import summary
+from decantkv.theory.verify import read, run
+
+from ..tiny import VOCABULARY, llama
+
+TOKENS, LAYERS, QUERY_HEADS, KV_HEADS, WINDOW = 160, 3, 8, 2, 8
+PLAN = Plan(pool_sizes=(8, 64), search_size=10, ks=(2, 4), search_rows=2, n_keep=32, seed=0)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return llama()
+
+
+@pytest.fixture(scope="module")
+def ids():
+    return torch.randint(1, VOCABULARY, (1, TOKENS), generator=torch.Generator().manual_seed(1))
+
+
+def measured(model, ids, path, **options):
+    settings = {"model_name": "tiny", "method": resolve("dropkv"), "budget": Budget.parse(0.2), "plan": PLAN}
+    run(model, ids, path, **{**settings, **options})
+    return read([path])
+
+
+@pytest.fixture(scope="module")
+def results(model, ids, tmp_path_factory):
+    path = tmp_path_factory.mktemp("verify") / "rows.jsonl"
+    return path, *measured(model, ids, path)
+
+
+@pytest.fixture(scope="module")
+def windows(model, ids):
+    found = []
+    cache = ObservingCache(model, lambda win: found.append(win), rows=WINDOW)
+    with torch.no_grad():
+        model(ids, **{cache_argument(model): cache})
+    return found
+
+
+def test_every_row_is_there(results):
+    _, header, records = results
+    rows = LAYERS * QUERY_HEADS * WINDOW
+    searched = LAYERS * (QUERY_HEADS * PLAN.search_rows + KV_HEADS)
+    assert header["tokens"] == TOKENS
+    assert Counter(r["kind"] for r in records) == {
+        "assumptions": rows * (len(PLAN.pool_sizes) + 1),
+        "ratio": searched * 2 * len(PLAN.ks),
+        "eviction": LAYERS * KV_HEADS * 4,
+    }
+    assert Counter(r["pool_size"] for r in records if r["kind"] == "assumptions" and r["pool"] == "evicted") == {
+        TOKENS - PLAN.n_keep: rows
+    }
+
+
+def test_ratios_and_bounds(results):
+    """Sets of the same size from the same pool: none beats the best, none breaks its bound."""
+    for r in (r for r in results[2] if r["kind"] == "ratio"):
+        for selection in ("raw", "pooled", "attention"):
+            assert r[selection] >= r["best"] * (1 - 1e-4)
+        if r["bound"] is not None:
+            assert r["raw"] <= r["bound"] * r["best"] * (1 + 1e-4)
+        if r.get("relaxed_bound") is not None:
+            assert r["raw"] <= r["relaxed_bound"] * r["best"] * (1 + 1e-4)
+    for r in (r for r in results[2] if r["kind"] == "assumptions"):
+        assert (r["certified"] is not None) >= (r["c"] > 0 and r["k"] * r["epsilon"] < 1)
+
+
+def test_the_eviction_moves_the_outputs_as_deletion_does(results, windows):
+    from decantkv.selection import select
+
+    method = resolve("dropkv")
+    for win in windows:
+        scores = method.score(win)
+        kept = select(scores, n_keep=PLAN.n_keep, window=WINDOW, pool=method.pool, kernel_size=method.kernel_size)
+        gone = ~kept.mask(TOKENS)
+        moved = oracle.joint_shift(win.q, win.k, win.v, gone, scale=win.scale)[0]
+        for head in range(KV_HEADS):
+            (row,) = (
+                r
+                for r in results[2]
+                if (r["kind"], r["layer"], r["kv_head"]) == ("eviction", win.layer_idx, head)
+                and r["selection"] == "pooled"
+            )
+            assert row["shift"] == pytest.approx(moved[4 * head : 4 * head + 4].norm().item(), rel=1e-4)
+
+
+def test_the_lowest_pools_weight_is_the_softmax(results, windows):
+    win = windows[1]
+    s = win.scale * win.q[0, 5, 3].double() @ win.k[0, 1].double().T
+    s[TOKENS - WINDOW + 3 + 1 :] = -math.inf
+    p = torch.softmax(s, -1)[: TOKENS - WINDOW].sort().values[:64]
+    wanted = {"layer": 1, "head": 5, "row": 3, "pool": "lowest", "pool_size": 64, "kind": "assumptions"}
+    (row,) = (r for r in results[2] if all(r.get(key) == value for key, value in wanted.items()))
+    assert row["epsilon"] == pytest.approx(p.max().item(), rel=1e-4)
+    assert row["mass"] == pytest.approx(p.sum().item(), rel=1e-4)
+
+
+def test_a_stopped_run_resumes(results, model, ids, tmp_path):
+    whole = results[0].read_text().splitlines()
+    second = next(i for i, line in enumerate(whole) if json.loads(line).get("layer") == 1)
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(whole[: second + 5]) + '\n{"kind": "assum')  # torn in the middle of layer 1
+    _, records = measured(model, ids, path)
+    assert records == results[2]
+
+
+def test_layers_measured_side_by_side_are_one_run(results, model, ids, tmp_path):
+    paths = [tmp_path / "rows-0-2.jsonl", tmp_path / "rows-2-3.jsonl"]
+    measured(model, ids, paths[0], layers=range(2))
+    measured(model, ids, paths[1], layers=range(2, 3))
+    assert read(paths)[1] == results[2]
+    packed = tmp_path / "rows.jsonl.gz"
+    packed.write_bytes(gzip.compress(paths[0].read_bytes()))
+    assert read([packed]) == read([paths[0]])
+
+
+def test_another_runs_file_is_refused(results, model, ids, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(results[0].read_text())
+    with pytest.raises(ValueError, match="got another prompt_sha256"):
+        measured(model, ids.flip(1), path)
+    other = tmp_path / "other.jsonl"
+    measured(model, ids.flip(1), other, layers=range(1))
+    with pytest.raises(ValueError, match="same model, prompt and plan"):
+        read([path, other])
+
+
+def test_what_cannot_be_measured_is_refused(model, ids, tmp_path):
+    with pytest.raises(ValueError, match="expected one prompt"):
+        measured(model, ids.expand(2, -1), tmp_path / "a.jsonl")
+    with pytest.raises(ValueError, match="a window of queries"):
+        measured(model, ids, tmp_path / "b.jsonl", method=resolve("knorm"))
+    with pytest.raises(ValueError, match="expected at least 42 tokens"):
+        measured(model, ids[:, :40], tmp_path / "c.jsonl")
+
+
+def test_tables_say_what_the_rows_say(results):
+    _, header, records = results
+    text = summary(header, records)
+    assert max(map(len, text.splitlines())) <= 110
+    every = [r for r in records if r["kind"] == "assumptions" and r["pool_size"] == 8]
+    share = 100 * sum(r["c"] > 0 for r in every) / len(every)
+    line = next(line for line in text.splitlines() if line.strip().startswith("lowest 8 "))
+    assert f"{len(every):,}" in line
+    assert f"{share:.1f} %" in line
+    assert "the paper" in text.lower()
+
+
+def test_the_page_of_plots_is_drawn(results, tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib comes with the extra `plots`")
+    page(results[1], results[2], tmp_path / "plots.png")
+    assert (tmp_path / "plots.png").stat().st_size > 20_000
+
+
+def test_the_command_reads_rows_back(results, tmp_path, capsys):
+    (tmp_path / "rows.jsonl").write_text(results[0].read_text())
+    cli.verify(out=tmp_path)
+    assert (tmp_path / "tables.txt").read_text() == summary(results[1], results[2])
+    assert "Realised ratio" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="got neither"):
+        cli.verify(out=tmp_path / "empty")
+
+
+@pytest.mark.parametrize(("option", "text"), [("pools", "16,x"), ("k", "0,2")])
+def test_numbers_are_checked(option, text):
+    with pytest.raises(ValueError, match=f"{option}: expected"):
+        cli._numbers(option, text)
+
+
+@pytest.mark.parametrize("text", ["3", "5:2", "a:b"])
+def test_layer_spans_are_checked(text):
+    with pytest.raises(ValueError, match="layers: expected FIRST:STOP"):
+        cli._span(text)
