@@ -23,10 +23,12 @@ class Encoded:
     Attributes:
         ids: token ids, the same in every regime.
         cuts: per regime, how many of them are read before eviction.
+        protect: span of the tokens that policies with protection always keep.
     """
 
     ids: tuple[int, ...]
     cuts: dict[Regime, int]
+    protect: tuple[tuple[int, int], ...] = ()
 
 
 class ChatFormat:
@@ -56,24 +58,29 @@ class ChatFormat:
 
         A token that straddles a cut belongs to what comes after.
         """
-        context, question = sample.context, sample.question
         templated = sample.chat and self._around is not None
-        before, after = self._around if templated and self._around else ("", "")
-        if templated and self._strips:
-            context, question = context.lstrip(), question.rstrip()
-        text = before + context + question + after + sample.answer_prefix
+        if sample.turns:
+            text, end_of_context = self._conversation(sample)
+            end_of_question = len(text) - len(sample.answer_prefix)
+        else:
+            context, question = sample.context, sample.question
+            before, after = self._around if templated and self._around else ("", "")
+            if templated and self._strips:
+                context, question = context.lstrip(), question.rstrip()
+            text = before + context + question + after + sample.answer_prefix
+            end_of_context = len(before) + len(context)
+            end_of_question = end_of_context + len(question)
         encoding = self.tokenizer(text, add_special_tokens=not templated, return_offsets_mapping=True)
         ends = [end for _, end in encoding["offset_mapping"]]
-        end_of_context = len(before) + len(context)
         ids = tuple(encoding["input_ids"])
         if getattr(self.tokenizer, "eos_token_id", None) is not None and not templated:
             ids = _without_final(ids, self.tokenizer.eos_token_id)
         cuts: dict[Regime, int] = {
             "aware": len(ids),
-            "aware-question": _tokens_within(ends, end_of_context + len(question)),
+            "aware-question": _tokens_within(ends, end_of_question),
             "agnostic": _tokens_within(ends, end_of_context),
         }
-        return Encoded(ids, cuts)
+        return Encoded(ids, cuts, _span(text, sample.protected, ends))
 
     def measure(self) -> Measure:
         """How many tokens a sample has, wrapped."""
@@ -82,6 +89,19 @@ class ChatFormat:
     def count(self, text: str) -> int:
         """Tokens of a plain text."""
         return len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _conversation(self, sample: Sample) -> tuple[str, int]:
+        """(text, where the context ends) of several turns; without a template, of a plain transcript."""
+        if self._around is not None:
+            turns = [{"role": role, "content": text} for role, text in sample.turns]
+            text = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        else:
+            text = "".join(f"{role.capitalize()}: {said}\n" for role, said in sample.turns) + "Assistant:"
+        context = sample.context.strip() if sample.context not in text else sample.context
+        place = text.find(context)
+        if place < 0:
+            raise ValueError("tokenizer: expected a chat template that repeats the user's text word for word")
+        return text + sample.answer_prefix, place + len(context)
 
     def _render(self, text: str) -> str:
         turns = [{"role": "user", "content": text}]
@@ -94,6 +114,16 @@ class ChatFormat:
 def _tokens_within(ends: list[int], stop: int) -> int:
     """How many leading tokens end at or before character `stop`; at least one."""
     return max(1, next((i for i, end in enumerate(ends) if end > stop), len(ends)))
+
+
+def _span(text: str, passage: str, ends: list[int]) -> tuple[tuple[int, int], ...]:
+    """The tokens that hold any of the passage's letters."""
+    place = text.find(passage) if passage else -1
+    if place < 0:
+        return ()
+    first = next(i for i, end in enumerate(ends) if end > place)
+    last = next(i for i, end in enumerate(ends) if end >= place + len(passage))
+    return ((first, last + 1),)
 
 
 def _without_final(ids: tuple[int, ...], eos: int) -> tuple[int, ...]:

@@ -19,8 +19,10 @@ from decantkv.eval.engine.policy import Policy
 from decantkv.eval.engine.prompt import Reader, Reading
 from decantkv.eval.engine.quantise import bytes_share
 from decantkv.eval.engine.rows import Row, RowBatch
+from decantkv.eval.fidelity import compare, output_shift, overlaps
 from decantkv.eval.results import Cell, Store
 from decantkv.eval.sample import Sample
+from decantkv.scoring.window import AttentionWindow
 from decantkv.selection import Kept
 
 Prompt = tuple[str, Callable[[], Sample]]
@@ -40,6 +42,7 @@ class Plan:
         regimes: where prompts are cut.
         likelihood: also the mean negative log-likelihood, per token, of the references under each copy.
         generate: whether answers are generated and scored.
+        fidelity: compare next-token distributions over the reference, kept sets and layer outputs with the full cache.
     """
 
     policies: tuple[Policy, ...]
@@ -47,6 +50,7 @@ class Plan:
     regimes: tuple[Regime, ...]
     likelihood: bool = False
     generate: bool = True
+    fidelity: bool = False
 
     def cells(self, prompt: str) -> list[Cell]:
         """Every answer wanted for a prompt."""
@@ -68,6 +72,8 @@ class _Job:
     encoded: Encoded
     reading: Reading
     rows: list[tuple[Cell, Row, float, float]] = field(default_factory=list)  # with shares of tokens and bytes kept
+    extras: dict[Cell, dict[str, Any]] = field(default_factory=dict)
+    full_logits: Tensor | None = None  # [C, V] over the reference, where fidelity asks
 
     @property
     def nbytes(self) -> int:
@@ -141,10 +147,13 @@ class Runner:
         encoded = self.form.encode(sample)
         cut_of = {cell: encoded.cuts[cell.regime] if cell.regime != "any" else len(encoded.ids) for cell in missing}  # type: ignore[index]
         kept: dict[Cell, Kept | None] = {}
+        extras: dict[Cell, dict[str, Any]] = {}
         for cut, windows in self.reader.read(encoded.ids, cut_of.values()):
-            here = [cell for cell in missing if cut_of[cell] == cut]
-            kept.update(self._choose(windows, here))
-        job = _Job(sample, encoded, self.reader.reading())
+            here = self._choose(windows, [cell for cell in missing if cut_of[cell] == cut], encoded)
+            kept.update(here)
+            if self.plan.fidelity:
+                extras.update(_shifts_and_overlaps(windows, here))
+        job = _Job(sample, encoded, self.reader.reading(), extras=extras)
         for cell in missing:
             policy = self.policies.get(cell.policy)
             row = self._row(job, cell, cut_of[cell], kept.get(cell), policy.bits if policy else 0)
@@ -153,14 +162,16 @@ class Runner:
             job.rows.append((cell, row, share, bytes_share(row.bits, head_dim) if row.bits else share))
         return job
 
-    def _choose(self, windows: Any, cells: list[Cell]) -> dict[Cell, Kept | None]:
+    def _choose(
+        self, windows: Sequence[AttentionWindow], cells: list[Cell], encoded: Encoded
+    ) -> dict[Cell, Kept | None]:
         scores: dict[object, Tensor] = {}
         kept: dict[Cell, Kept | None] = {}
         for cell in cells:
             policy = self.policies.get(cell.policy)
             if policy is None or policy.kind != "evict":
                 continue
-            settings = policy.settings(cell.budget)
+            settings = policy.settings(cell.budget, protect=encoded.protect if policy.protect else ())
             if settings.n_keep([windows[0].kv_len]) == [windows[0].kv_len]:
                 kept[cell] = None
                 continue
@@ -216,16 +227,19 @@ class Runner:
     def _measure(self, batch: list[Any]) -> list[dict[str, Any]]:
         rows = [entry[2] for entry in batch]
         samples = [entry[0].sample for entry in batch]
-        forced = [self._reference_ids(sample) for sample in samples] if self.plan.likelihood else [()] * len(rows)
+        forcing = self.plan.likelihood or self.plan.fidelity
+        forced = [self._reference_ids(sample) for sample in samples] if forcing else [()] * len(rows)
         room = max(
             len(row.rest) + max(row.max_new_tokens if self.plan.generate else 0, len(ids)) + 1
             for row, ids in zip(rows, forced, strict=True)
         ) + max(len(row.rest) for row in rows)
         copies = RowBatch(self.model, rows, room=room, graphs=self.graphs)
         measured: list[dict[str, Any]] = [{} for _ in rows]
-        if self.plan.likelihood:
-            for found, logits, ids in zip(measured, copies.forced_logits(forced), forced, strict=True):
+        if forcing:
+            for entry, found, logits, ids in zip(batch, measured, copies.forced_logits(forced), forced, strict=True):
                 found["nll"] = round(_nll(logits, ids), 5)
+                if self.plan.fidelity:
+                    found |= {**compare(self._full_logits(entry[0], ids), logits), **entry[0].extras.get(entry[1], {})}
         if self.plan.generate:
             for found, ids, row, sample in zip(measured, copies.generate(), rows, samples, strict=True):
                 ended = bool(ids) and ids[-1] in row.stops
@@ -238,10 +252,29 @@ class Runner:
                 }
         return measured
 
+    def _full_logits(self, job: _Job, ids: tuple[int, ...]) -> Tensor:
+        """[C, V] of the full cache over the reference, computed once a prompt."""
+        if job.full_logits is None:
+            cut = len(job.encoded.ids)
+            whole = RowBatch(self.model, [Row(job.reading, cut, ())], room=len(ids) + 1)
+            job.full_logits = whole.forced_logits([ids])[0]
+        return job.full_logits
+
     def _reference_ids(self, sample: Sample) -> tuple[int, ...]:
         joined = ", ".join(sample.references) if sample.metric == "string_match_all" else sample.references[0]
-        gap = "" if sample.text.endswith((" ", "\n")) else " "
+        gap = "" if sample.text.endswith((" ", "\n")) or sample.suite == "fidelity" else " "
         return tuple(self.form.tokenizer(gap + joined, add_special_tokens=False)["input_ids"])
+
+
+def _shifts_and_overlaps(windows: Sequence[AttentionWindow], kept: dict[Cell, Kept | None]) -> dict[Cell, dict[str, Any]]:
+    found: dict[Cell, dict[str, Any]] = {}
+    evicting = {cell: choice for cell, choice in kept.items() if choice is not None}
+    for regime, budget in {(cell.regime, cell.budget) for cell in evicting}:
+        here = {cell: k for cell, k in evicting.items() if (cell.regime, cell.budget) == (regime, budget)}
+        shared = overlaps({cell.policy: choice for cell, choice in here.items()}, windows[0].kv_len)
+        for cell, choice in here.items():
+            found[cell] = {"shift": output_shift(windows, choice), "overlap": shared[cell.policy]}
+    return found
 
 
 def free_memory(device: torch.device) -> int:

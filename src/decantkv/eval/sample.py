@@ -25,6 +25,9 @@ class Sample:
         metric: the scoring function's name in `decantkv.eval.metrics.METRICS`.
         chat: whether the suite wraps the prompt in the model's chat template.
         stop_at_newline: whether the suite ends the answer at the first newline.
+        turns: (role, text) of a conversation of more than the one user's turn `context + question`; it contains the
+            context word for word.
+        protected: a passage of the prompt that policies with protection always keep.
         details: what the metric or a reader needs beside that: classes, sources, depths.
     """
 
@@ -40,6 +43,8 @@ class Sample:
     metric: str
     chat: bool = True
     stop_at_newline: bool = False
+    turns: tuple[tuple[str, str], ...] = ()
+    protected: str = ""
     details: Mapping[str, Any] = field(default_factory=dict)
 
     @property

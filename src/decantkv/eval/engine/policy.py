@@ -26,6 +26,7 @@ class Policy:
         method: the method's name or name:preset, for "evict".
         options: its options and the selection's (allocation, sinks).
         bits: for "quantise".
+        protect: keep the passage that the prompt marks as protected, whatever its score ("+protect").
     """
 
     label: str
@@ -33,6 +34,7 @@ class Policy:
     method: str = ""
     options: tuple[tuple[str, object], ...] = ()
     bits: int = 0
+    protect: bool = False
 
     def settings(self, budget: str, *, protect: tuple[tuple[int, int], ...] = ()) -> Settings:
         """The eviction's settings at a budget."""
@@ -46,6 +48,9 @@ def parse_policy(label: str) -> Policy:
         ValueError, TypeError: an unknown method, preset, option or bit width.
     """
     label = label.strip()
+    named, plus, protect = label.partition("+")
+    if plus and protect != "protect":
+        raise ValueError(f"method: expected nothing or +protect after the name, got {label!r}")
     if label == FULL:
         return Policy(label, "full")
     if (quantised := _QUANTISED.fullmatch(label)) is not None:
@@ -53,11 +58,11 @@ def parse_policy(label: str) -> Policy:
         if bits not in BITS:
             raise ValueError(f"method: expected quantised-2bit, -4bit or -8bit, got {label!r}")
         return Policy(label, "quantise", bits=bits)
-    parts = _OPTIONS.fullmatch(label)
+    parts = _OPTIONS.fullmatch(named)
     if parts is None:
         raise ValueError(f"method: expected NAME, NAME:PRESET or NAME[OPTION=VALUE,…], got {label!r}")
     options = tuple(_option(text, label) for text in (parts.group(2) or "").split(",") if text.strip())
-    policy = Policy(label, "evict", parts.group(1), options)
+    policy = Policy(label, "evict", parts.group(1), options, protect=bool(plus))
     policy.settings("0.5")  # refuse an unknown option now
     return policy
 

@@ -14,8 +14,9 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from decantkv import interface
 from decantkv.cache import cache_argument, check_model, text_config
-from decantkv.eval.engine.parts import output_projections, rotation
 from decantkv.interface import AttentionCall, Hold
+from decantkv.needs import output_projection, rotation
+from decantkv.options import Need
 from decantkv.scoring.window import AttentionWindow, Rotate, make_window
 
 _serial = itertools.count()
@@ -36,6 +37,12 @@ class WatchedLayer(DynamicLayer):
         keys, values = super().update(key_states, value_states, *args, **kwargs)
         return keys, values
 
+    def attend(self, call: AttentionCall) -> None:
+        """None: the model's own attention does it."""
+
+    def attend(self, call: AttentionCall) -> None:
+        """The model's own attention reads everything."""
+
     def before_attention(self, mask: Any, **_: Any) -> Any:
         """The mask is the model's own."""
         return mask
@@ -46,7 +53,7 @@ class WatchedLayer(DynamicLayer):
         self.queries = newest if self.rows is None else newest[:, :, -self.rows :].clone()
         self.call = replace(call, query=self.queries, key=self.queries, value=self.queries, mask=None)
 
-    def window(self, rows: int, parts: Parts) -> AttentionWindow:
+    def window(self, rows: int, needs: frozenset[Need], rotate: Rotate | None) -> AttentionWindow:
         """The last `rows` queries with all keys and values, as methods receive them."""
         if self.queries is None or self.call is None:
             raise RuntimeError("the layer has not seen a prompt")
@@ -59,17 +66,9 @@ class WatchedLayer(DynamicLayer):
             sink_logits=self.call.sink_logits,
             layer_idx=self.layer_idx,
             queries=self.queries if self.rows is None else None,
-            output_projection=parts.projections.get(self.layer_idx),
-            rotate=parts.rotate,
+            output_projection=output_projection(self.call.module, self.queries, self.values) if "W_O" in needs else None,
+            rotate=rotate,
         )
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What methods need beyond queries, keys and values; empty where no method asks."""
-
-    projections: dict[int, Tensor]
-    rotate: Rotate | None
 
 
 @dataclass
@@ -103,14 +102,12 @@ class Reader:
     """
 
     def __init__(
-        self, model: PreTrainedModel, *, rows: int, needs: frozenset[str] = frozenset(), chunk: int = 32768
+        self, model: PreTrainedModel, *, rows: int, needs: frozenset[Need] = frozenset(), chunk: int = 32768
     ) -> None:
         check_model(model)
         self.model, self.rows, self.chunk = model, max(rows, 1), chunk
-        self._all_queries = "queries" in needs
-        self._parts = Parts(
-            output_projections(model) if "W_O" in needs else {}, rotation(model) if "rotate" in needs else None
-        )
+        self._needs = needs
+        self._rotate = rotation(model) if "rotate" in needs else None
         self._name = cache_argument(model)
         probe = DynamicCache(config=text_config(model)).layers
         others = sorted({type(layer).__name__ for layer in probe if type(layer) is not DynamicLayer})
@@ -129,7 +126,7 @@ class Reader:
         """
         cache_id = next(_serial)
         cache = DynamicCache(config=text_config(self.model))
-        remembered = None if self._all_queries else self.rows
+        remembered = None if "queries" in self._needs else self.rows
         self._watched = [WatchedLayer(i, cache_id, remembered) for i in range(self._layers)]
         cache.layers = list(self._watched)
         cache.layer_class_to_replicate = None
@@ -139,7 +136,7 @@ class Reader:
             begin = 0
             for cut in sorted({*cuts, len(ids)}):
                 begin = self._forward(tokens, begin, cut, cache)
-                yield cut, [layer.window(self.rows, self._parts) for layer in self._watched]
+                yield cut, [layer.window(self.rows, self._needs, self._rotate) for layer in self._watched]
         finally:
             interface.forget()
             hold.close()

@@ -113,14 +113,14 @@ class RowBatch:
         self.cache = DynamicCache(config=text_config(model))
         self.cache.layer_class_to_replicate = None
         self._name = cache_argument(model)
-        self._shown = self._read_shown()
+        self.shown = self._read_shown()
         layers = range(len(rows[0].reading.keys))
         self.cache.layers = [RowLayer(self, *self._gather(i)) for i in layers]
-        self._masks: list[Tensor] = []
+        self.masks: list[Tensor] = []
 
     def mask_of(self, layer_idx: int) -> Tensor:
         """[R, 1 or H, T, S] bool: what the tokens being fed may see."""
-        return self._masks[layer_idx % len(self._masks)]
+        return self.masks[layer_idx % len(self.masks)]
 
     def _read_shown(self) -> list[Tensor]:
         """[R, 1 or H, S] bool per layer, which slots hold a token; a single entry where all layers agree."""
@@ -163,22 +163,28 @@ class RowBatch:
         positions = (self.logical[:, None] + torch.cumsum(real, 1) - 1).clamp_min(0)
         start = self.begin + self.used
         self.slots = torch.arange(start, start + width, device=self.device)
-        for shown in self._shown:
+        for shown in self.shown:
             shown[:, :, start : start + width] = real[:, None]
         future = torch.arange(self.slots_total, device=self.device) > self.slots[:, None]  # [T, S]
-        self._masks = [shown[:, :, None] & ~future for shown in self._shown]
+        self.masks = [shown[:, :, None] & ~future for shown in self.shown]
         self.used += width
         self.logical = self.logical + lengths
-        return self._forward(padded, positions, keep)
+        return self.forward(padded, positions, keep)
 
     def rewind(self) -> None:
         """Forget all new tokens."""
-        for shown in self._shown:
+        for shown in self.shown:
             shown[:, :, self.begin :] = False
         self.used = 0
         self.logical = torch.tensor([row.cut for row in self.rows], device=self.device)
 
-    def _forward(self, tokens: Tensor, positions: Tensor, keep: int) -> Tensor:
+    def take(self, left: Tensor) -> None:
+        """Keep only these rows' memory; their numbers change."""
+        self.shown = [shown[left] for shown in self.shown]
+        for layer in self.cache.layers:
+            layer.keys, layer.values = layer.keys[left], layer.values[left]
+
+    def forward(self, tokens: Tensor, positions: Tensor, keep: int) -> Tensor:
         with attending(self.model, self):
             out = self.model(
                 tokens, position_ids=positions, use_cache=True, logits_to_keep=keep, **{self._name: self.cache}
@@ -236,27 +242,44 @@ class _Decoder:
         self.out = torch.zeros(len(first), max(self.most, 1), dtype=torch.long, device=batch.device)
         self.out[:, 0] = first
         self.done = (first[:, None] == stops).any(-1) | (limits <= 1)
+        self.whole = self.out.clone()  # of all rows, also those that were dropped when done
+        self.at = torch.arange(len(first), device=batch.device)  # where the rows still going stand in it
 
     def run(self) -> Tensor:
         """[R, most] token ids; what follows a row's end is noise."""
         steps = self.most - 1
         if steps < 1 or bool(self.done.all()):
-            return self.out
+            return self.whole
         self.batch.slots = self.slot
-        self.batch._masks = [shown[:, :, None] for shown in self.batch._shown]
+        self.batch.masks = [shown[:, :, None] for shown in self.batch.shown]
         step = self._captured() if self.batch.graphs else self._step
         steps -= int(self.count) - 1  # a capture has taken some
         waits = self.batch.device.type == "cuda"
         for i in range(steps):
             step()
-            if (not waits or i % CHECK_EVERY == CHECK_EVERY - 1) and bool(self.done.all()):
-                break
-        return self.out
+            if not waits or i % CHECK_EVERY == CHECK_EVERY - 1:
+                going = int((~self.done).sum())
+                if going == 0:
+                    break
+                if not self.batch.graphs and 2 * going <= len(self.tokens):
+                    self._drop_done()
+        self.whole[self.at] = self.out
+        return self.whole
+
+    def _drop_done(self) -> None:
+        """Go on with the rows that are not done."""
+        self.whole[self.at] = self.out
+        left = (~self.done).nonzero().flatten()
+        self.at = self.at[left]
+        self.batch.take(left)
+        self.batch.masks = [shown[:, :, None] for shown in self.batch.shown]
+        for name in ("tokens", "positions", "out", "limits", "stops", "done"):
+            setattr(self, name, getattr(self, name)[left])
 
     def _step(self) -> None:
-        for shown in self.batch._shown:
+        for shown in self.batch.shown:
             shown.index_fill_(2, self.slot, True)
-        logits = self.batch._forward(self.tokens, self.positions, 1)
+        logits = self.batch.forward(self.tokens, self.positions, 1)
         token = logits[:, -1].argmax(-1, keepdim=True)
         self.out.index_copy_(1, self.count, token)
         self.tokens.copy_(token)

@@ -1,0 +1,61 @@
+"""Ready-made plans: the paper's table, this repository's own, and the small ones anyone can rerun."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SIX = "dropkv,snapkv,snapkv:shared,random,recent,quantised-4bit"
+ALL = (
+    "dropkv,dropkv[pool=avg],dropkv[window=32],dropkv[pool=avg,window=32],dropkv[reduce=max],"
+    "dropkv[window=32,reduce=max],adadropkv,snapkv,snapkv:shared,snapkv[window=32,allocation=ada],"
+    "criticalkv,criticalkv[allocation=ada],andpro,defensivekv,h2o,knorm,streaming,recent,random,"
+    "quantised-8bit,quantised-4bit,quantised-2bit"
+)
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Options of `decantkv eval` that a preset fills in where they were not given.
+
+    Attributes:
+        models: the models it was made for; the first is not loaded by itself, `--model` names one.
+    """
+
+    suite: str
+    length: str
+    method: str
+    budget: str
+    regime: str
+    samples: int
+    models: tuple[str, ...] = ()
+    likelihood: bool = False
+
+
+PRESETS: dict[str, Preset] = {
+    "paper": Preset(
+        suite="ruler",
+        length="4096,8192,16384,32768,65536,131072",
+        method="dropkv,adadropkv,snapkv:shared,snapkv,criticalkv,andpro,streaming,h2o",
+        budget="0.05,0.1,0.3",
+        regime="aware",
+        samples=500,
+        models=(
+            "meta-llama/Llama-3.1-8B-Instruct",
+            "aws-prototyping/MegaBeam-Mistral-7B-512k",
+            "Qwen/Qwen2.5-7B-Instruct-1M",
+        ),
+    ),
+    "first": Preset("ruler", "4096,16384", SIX, "0.05", "aware,agnostic", 50),
+    "table": Preset("ruler", "4096,8192,16384,32768", ALL, "0.05,0.1,0.3", "aware,agnostic", 50),
+    "fidelity": Preset(
+        "fidelity",
+        "1024",
+        "dropkv,adadropkv,snapkv:shared,snapkv,knorm,streaming,recent,random,quantised-4bit,quantised-2bit",
+        "0.05,0.1,0.3",
+        "aware,agnostic",
+        12,
+    ),
+    "regression": Preset(
+        "niah", "256", "dropkv,snapkv:shared,random", "0.1", "aware,agnostic", 40, likelihood=True
+    ),
+}

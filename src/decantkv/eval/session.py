@@ -1,0 +1,287 @@
+"""One run of `decantkv eval`: what is measured, on what, under which circumstances."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from transformers import PreTrainedModel
+
+from decantkv import models
+from decantkv.eval import niah, probes, ruler
+from decantkv.eval.chat import ChatFormat
+from decantkv.eval.engine.policy import describe
+from decantkv.eval.fidelity import Passages
+from decantkv.eval.longbench import load as longbench
+from decantkv.eval.longbench.tasks import TASKS as LONGBENCH_TASKS
+from decantkv.eval.longbench.tasks import check_task as check_longbench
+from decantkv.eval.results import Store
+from decantkv.eval.runner import Plan, Prompt, Runner
+from decantkv.eval.sample import Sample
+
+PACKAGES = ("decantkv", "torch", "transformers", "tokenizers", "wonderwords", "rouge", "triton")
+LONGBENCH_MARGIN = 500  # tokens that LongBench leaves for template and answer
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Files given on the command line."""
+
+    haystack: Path | None = None
+    squad: Path | None = None
+    hotpot: Path | None = None
+    longbench: Path | None = None
+
+
+@dataclass(frozen=True)
+class Session:
+    """A suite on a model; `run` measures it.
+
+    Attributes:
+        model: as given to `decantkv.models.load`.
+        suite, tasks: tasks empty means all of the suite's.
+        lengths, samples: prompts of each task and length; 0 samples means the suite's default.
+        yarn: factor by which RoPE is stretched; 1 leaves it.
+        note: said in every table.
+        beyond_context: whether lengths beyond the model's context are allowed.
+    """
+
+    model: str
+    suite: str
+    tasks: tuple[str, ...]
+    lengths: tuple[int, ...]
+    samples: int
+    sources: Sources
+    seed: int = 42
+    dtype: str = ""
+    yarn: float = 1.0
+    system: str | None = None
+    note: str = ""
+    beyond_context: bool = False
+
+    def run(
+        self,
+        plan: Plan,
+        out: Path,
+        *,
+        command: str,
+        minutes: float = 0.0,
+        memory: int | None = None,
+        graphs: bool | None = None,
+    ) -> bool:
+        """Measure what `out` lacks; True when everything is there, False when the time ran out first."""
+        begun = time.monotonic()
+        console = Console(stderr=True)
+        texts = self._texts()
+        with console.status(f"loading {self.model}"):
+            model, tokenizer = self._load()
+        form = ChatFormat(tokenizer, system=self.system)
+        prompts = list(self._prompts(form, texts))
+        store = Store(out, self._configuration(model, tokenizer, texts), self._circumstances(model, plan, command))
+        runner = Runner(model, form, plan, stops=stop_tokens(model, tokenizer), memory=memory, graphs=graphs)
+        deadline = begun + 60 * minutes if minutes else None
+        try:
+            with _progress(console) as bar:
+                task = bar.add_task(self.suite, total=sum(len(plan.cells(key)) for key, _ in prompts))
+                whole = runner.run(prompts, store, deadline=deadline, progress=lambda n: bar.advance(task, n))
+        finally:
+            store.close()
+        if not whole:
+            console.print(f"stopped after {minutes:g} minutes; the same command goes on from here")
+        return whole
+
+    def _load(self) -> tuple[PreTrainedModel, Any]:
+        kinds = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+        if self.dtype and self.dtype not in kinds:
+            raise ValueError(f"dtype: expected one of {', '.join(kinds)}, got {self.dtype!r}")
+        model, tokenizer = models.load(self.model, dtype=kinds.get(self.dtype))
+        if self.yarn != 1.0:
+            stretch(model, self.yarn)
+        self._check_context(model)
+        return model, tokenizer
+
+    def _check_context(self, model: PreTrainedModel) -> None:
+        limit = int(model.config.get_text_config(decoder=True).max_position_embeddings * self.yarn)
+        if (longest := max(self.lengths, default=0)) > limit:
+            message = f"length: expected at most the model's {limit} tokens, got {longest}"
+            if not self.beyond_context:
+                raise ValueError(f"{message}; --beyond-context measures it nevertheless, --yarn stretches the context")
+            warnings.warn(message, stacklevel=2)
+
+    def _texts(self) -> Any:
+        """The suite's files, read before the model is loaded, so that a broken one costs no time."""
+        given = self.sources
+        haystack = ruler.load_haystack(given.haystack) if given.haystack is not None else None
+        if self.suite != "ruler":
+            return ruler.Sources(haystack=haystack)
+        names = [ruler.check_task(name) for name in self.tasks or ruler.TASKS]
+        if haystack is None and any(ruler.Sources().missing(name) for name in names if name.startswith("niah")):
+            haystack = ruler.hub_haystack()
+        return ruler.Sources(
+            haystack=haystack,
+            qa_1=ruler.load_questions(given.squad) if given.squad is not None else None,
+            qa_2=ruler.load_questions(given.hotpot) if given.hotpot is not None else None,
+        )
+
+    def _prompts(self, form: ChatFormat, texts: ruler.Sources) -> Iterator[Prompt]:
+        """Every prompt of the run, tasks taking turns, so that a run that stops early is balanced."""
+        makers: dict[str, Callable[..., Iterator[Prompt]]] = {
+            "ruler": self._ruler,
+            "longbench": self._longbench,
+            "fidelity": self._fidelity,
+            "niah": self._niah,
+            "probes": self._probes,
+        }
+        return makers[self.suite](form, texts)
+
+    def _ruler(self, form: ChatFormat, texts: ruler.Sources) -> Iterator[Prompt]:
+        names = [ruler.check_task(name) for name in self.tasks or ruler.TASKS]
+        options = {"measure": form.measure(), "count_tokens": form.count, "seed": self.seed}
+        for length in self.lengths:
+            series = {name: ruler.Series(name, length, texts, **options) for name in names}  # type: ignore[arg-type]
+            for index, name in product(range(self.samples), names):
+                yield f"ruler/{name}/{length}/{index}", _later(series[name].sample, index)
+
+    def _niah(self, form: ChatFormat, texts: ruler.Sources) -> Iterator[Prompt]:
+        for length in self.lengths:
+            grids = [
+                niah.Grid(length, depth, form.measure(), texts.haystack, digits=4, seed=self.seed)
+                for depth in niah.DEPTHS
+            ]
+            for index, grid in product(range(self.samples), grids):
+                yield f"niah/{grid.task}/{length}/{index}", _later(grid.sample, index)
+
+    def _fidelity(self, form: ChatFormat, texts: ruler.Sources) -> Iterator[Prompt]:
+        if texts.haystack is None:
+            raise ValueError("haystack: expected text to continue (--haystack FILE_OR_FOLDER) for the fidelity suite")
+        for length in self.lengths:
+            passages = Passages(texts.haystack, length, form.tokenizer)
+            for index in range(self.samples):
+                yield f"fidelity/text/{length}/{index}", _later(passages.sample, index)
+
+    def _probes(self, form: ChatFormat, texts: ruler.Sources) -> Iterator[Prompt]:
+        for length in self.lengths:
+            made = [probes.Probe(name, length, form.measure(), texts.haystack, self.seed) for name in probes.TASKS]
+            for index, probe in product(range(self.samples), made):
+                yield f"probes/{probe.name}/{length}/{index}", _later(probe.sample, index)
+
+    def _longbench(self, form: ChatFormat, texts: ruler.Sources) -> Iterator[Prompt]:
+        names = [check_longbench(name) for name in self.tasks or LONGBENCH_TASKS]
+        found: dict[str, list[Sample]] = {}
+        for length, name in product(self.lengths, names):
+            records = longbench.load_records(self.sources.longbench, name)
+            found[name] = list(
+                longbench.samples(
+                    name, records, tokenizer=form.tokenizer, max_length=length, count=self.samples or None
+                )
+            )
+        for index in range(max(map(len, found.values()), default=0)):
+            for name in names:
+                if index < len(found[name]):
+                    yield found[name][index].key, _later(found[name].__getitem__, index)
+
+    def _configuration(self, model: PreTrainedModel, tokenizer: Any, texts: ruler.Sources) -> dict[str, Any]:
+        """All that makes rows comparable; a folder holds one."""
+        sources = {name: texts.describe(name) for name in ("niah_single_2", "qa_1", "qa_2")}
+        return {
+            "suite": self.suite,
+            "model": Path(self.model).name if Path(self.model).exists() else self.model,
+            "weights": fingerprint(self.model, model),
+            "note": self.note,
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "device": model.device.type,
+            "chat_template": _sha(str(getattr(tokenizer, "chat_template", None))),
+            "system": self.system,
+            "yarn": self.yarn,
+            "seed": self.seed,
+            "sources": {name: source for name, source in sources.items() if source},
+            "decoding": "greedy",
+        }
+
+    def _circumstances(self, model: PreTrainedModel, plan: Plan, command: str) -> dict[str, Any]:
+        """What a reader needs to repeat a session; it may differ between sessions of one configuration."""
+        versions = {}
+        for name in PACKAGES:
+            try:
+                versions[name] = metadata.version(name)
+            except metadata.PackageNotFoundError:
+                continue
+        device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else platform.processor()
+        return {
+            "command": command,
+            "begun": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "device": device or platform.machine(),
+            "python": platform.python_version(),
+            "versions": versions,
+            "policies": {
+                policy.label: describe(policy, "1.0") for policy in plan.policies
+            },
+            "budgets": list(plan.budgets),
+            "regimes": list(plan.regimes),
+        }
+
+
+def stop_tokens(model: PreTrainedModel, tokenizer: Any) -> tuple[int, ...]:
+    """Token ids that end an answer: the model's own and the tokenizer's."""
+    own = model.generation_config.eos_token_id if model.generation_config is not None else None
+    ids = own if isinstance(own, list) else [own]
+    return tuple(sorted({int(i) for i in (*ids, tokenizer.eos_token_id) if i is not None}))
+
+
+def stretch(model: PreTrainedModel, factor: float) -> None:
+    """Give a loaded model YaRN's rotary frequencies (arXiv 2309.00071) for `factor` times its context.
+
+    Raises:
+        ValueError: the model's rotary embedding is not a plain one.
+    """
+    config = model.config.get_text_config(decoder=True)
+    rope = dict(getattr(config, "rope_parameters", None) or {})
+    if rope.get("rope_type", "default") != "default" or factor < 1:
+        raise ValueError(f"yarn: expected a factor of at least 1 and a model without RoPE scaling, got {factor}, {rope}")
+    rope |= {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": config.max_position_embeddings}
+    config.rope_parameters = rope
+    decoder = model.get_decoder()
+    decoder.rotary_emb = type(decoder.rotary_emb)(config=config, device=model.device)
+
+
+def fingerprint(source: str, model: PreTrainedModel) -> str:
+    """A file's sha256, a folder's over its weight files, a hub model's commit."""
+    path = Path(source)
+    if path.is_file():
+        return _sha_of([path])
+    if path.is_dir():
+        return _sha_of(sorted(path.glob("*.safetensors")))
+    return str(getattr(model.config, "_commit_hash", None))
+
+
+def _sha_of(files: Sequence[Path]) -> str:
+    digest = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as handle:
+            while block := handle.read(1 << 22):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+def _sha(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _later(make: Callable[[int], Sample], index: int) -> Callable[[], Sample]:
+    return lambda: make(index)
+
+
+def _progress(console: Console) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, TimeRemainingColumn(), console=console)

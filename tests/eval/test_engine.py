@@ -1,0 +1,173 @@
+"""The rows of one batch give what attach and generate give one at a time."""
+
+import pytest
+import torch
+
+import decantkv
+from decantkv.eval.engine.keep import choose, score
+from decantkv.eval.engine.policy import parse_policies, parse_policy
+from decantkv.eval.engine.prompt import Reader
+from decantkv.eval.engine.quantise import bytes_share, quantise_keys, quantise_values
+from decantkv.eval.engine.rows import Row, RowBatch
+from decantkv.selection import Kept
+
+PROMPT, CUT, NEW = 90, 71, 12
+POLICIES = parse_policies(
+    "dropkv,snapkv,snapkv:shared,adadropkv,dropkv[allocation=layer],dropkv[allocation=pyramid],knorm,random,h2o,"
+    "criticalkv,defensivekv,tova,streaming[renumber=false],dropkv[weigh=output],expected-attention"
+)
+
+
+@pytest.fixture(scope="module")
+def ids(model):
+    torch.manual_seed(3)
+    return torch.randint(1, model.config.vocab_size, (PROMPT,)).tolist()
+
+
+@pytest.fixture(scope="module")
+def read(model, ids):
+    """The prompt read once, and what every policy keeps at both cuts."""
+    settings = {policy.label: policy.settings("0.3") for policy in POLICIES}
+    needs = frozenset(need for s in settings.values() for need in s.method.needs)
+    reader = Reader(model, rows=max(s.rows for s in settings.values()), needs=needs)
+    kept = {}
+    for cut, windows in reader.read(ids, [CUT, PROMPT]):
+        for label, s in settings.items():
+            kept[label, cut] = choose(windows, s, score(windows, s))
+    return reader.reading(), kept
+
+
+def plainly(model, ids, cut, policy):
+    """The same by the public way: attach, read up to the cut, generate."""
+    x = torch.tensor([ids])
+    options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": 10**6, "pad_token_id": 0}
+    chosen = policy.settings("0.3")
+    with torch.no_grad(), decantkv.attach(
+        model, chosen.method, budget=chosen.budget, allocation=chosen.allocation, sinks=chosen.sinks
+    ) as run:
+        cache = run.new_cache()
+        if cut < len(ids):
+            model(x[:, :cut], past_key_values=cache, use_cache=True)
+        out = model.generate(x, past_key_values=cache, **options)
+    return out[0, len(ids) :].tolist()
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("cut", [CUT, PROMPT], ids=["agnostic", "aware"])
+def test_rows_answer_as_attach_and_generate_do(model, ids, read, cut):
+    reading, kept = read
+    rows = [Row(reading, cut, tuple(ids[cut:]), kept[p.label, cut], max_new_tokens=NEW) for p in POLICIES]
+    answers = RowBatch(model, rows, room=NEW + PROMPT).generate()
+    plain = {policy.label: plainly(model, ids, cut, policy) for policy in POLICIES}
+    assert dict(zip(plain, answers, strict=True)) == plain
+    assert len({tuple(answer) for answer in answers}) > 3  # the policies do differ
+
+
+@torch.no_grad()
+def test_the_full_row_answers_as_the_untouched_model_in_either_regime(model, ids, read):
+    x = torch.tensor([ids])
+    plain = model.generate(x, max_new_tokens=NEW, do_sample=False, eos_token_id=10**6, pad_token_id=0)[0, PROMPT:]
+    rows = [Row(read[0], cut, tuple(ids[cut:]), max_new_tokens=NEW) for cut in (CUT, PROMPT)]
+    assert RowBatch(model, rows, room=NEW + PROMPT).generate() == [plain.tolist()] * 2
+
+
+def test_forced_logits_are_those_of_one_forward_over_prompt_and_continuation(model, ids, read):
+    continuation = (5, 77, 130, 9)
+    with torch.no_grad():
+        whole = model(torch.tensor([[*ids, *continuation]])).logits[0, PROMPT - 1 : -1]
+    rows = [Row(read[0], cut, tuple(ids[cut:])) for cut in (CUT, PROMPT)]
+    batch = RowBatch(model, rows, room=PROMPT)
+    for logits in batch.forced_logits([continuation, continuation]):
+        torch.testing.assert_close(logits, whole, atol=2e-4, rtol=1e-4)
+    again = batch.forced_logits([continuation[:1], continuation[:1]])  # rewound: nothing of before is left
+    for logits in again:
+        torch.testing.assert_close(logits, whole[:1], atol=2e-4, rtol=1e-4)
+
+
+def test_masked_keys_have_no_influence_whatever_they_hold(model, ids, read):
+    reading, kept = read
+    rows = [Row(reading, PROMPT, (), kept[name, PROMPT], max_new_tokens=NEW) for name in ("adadropkv", "dropkv")]
+    clean = RowBatch(model, rows, room=NEW).generate()
+    batch = RowBatch(model, rows, room=NEW)
+    for layer, shown in zip(batch.cache.layers, batch.shown, strict=True):
+        hidden = ~shown.expand(-1, layer.keys.shape[1], -1)
+        layer.keys[hidden] = 1e4
+        layer.values[hidden] = -1e4
+    assert batch.generate() == clean
+
+
+def test_stops_end_rows_apart_and_dropping_done_rows_changes_nothing(model, ids, read):
+    reading, kept = read
+    free = RowBatch(model, [Row(reading, PROMPT, (), k, max_new_tokens=40) for k in kept_at(kept)], room=40).generate()
+    stops = [answer[4 + 5 * i] for i, answer in enumerate(free[:3])]
+    rows = [
+        Row(reading, PROMPT, (), k, max_new_tokens=40 if i % 2 else 9, stops=tuple(stops))
+        for i, k in enumerate(kept_at(kept))
+    ]
+    for answer, whole, row in zip(RowBatch(model, rows, room=40).generate(), free, rows, strict=True):
+        ends = [i + 1 for i, token in enumerate(whole) if token in stops]
+        assert answer == whole[: min([*ends, row.max_new_tokens])]
+
+
+def kept_at(kept):
+    return [choice for (_, cut), choice in kept.items() if cut == PROMPT]
+
+
+def test_an_answer_may_be_forbidden_to_end_at_once(model, ids, read):
+    free = Row(read[0], PROMPT, (), max_new_tokens=5)
+    first = free.first_token()
+    bound = Row(read[0], PROMPT, (), max_new_tokens=5, stops=(first,), answer_first=True)
+    later = Row(read[0], CUT, tuple(ids[CUT:]), max_new_tokens=5, stops=(first,), answer_first=True)
+    answers = RowBatch(model, [bound, later], room=60).generate()
+    second = int(read[0].next_logits.topk(2).indices[1])
+    assert [answer[0] for answer in answers] == [second, second]
+
+
+def test_a_ragged_choice_shows_each_head_its_own_tokens(model, read):
+    layers = len(read[0].keys)
+    indices = torch.tensor([[[-1, -1, 3], [1, 2, 8]]]).expand(layers, -1, -1)
+    kept = Kept(indices, torch.tensor([[1, 3]]).expand(layers, -1))
+    batch = RowBatch(model, [Row(read[0], PROMPT, (), kept)], room=4)
+    shown = batch.shown[0][0, :, :3].tolist()
+    assert shown == [[False, False, True], [True, True, True]]
+    for layer in range(layers):
+        torch.testing.assert_close(batch.cache.layers[layer].keys[0, 1, 1], read[0].keys[layer][0, 1, 2])
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_quantising_errs_by_half_a_step_at_most(bits):
+    torch.manual_seed(0)
+    keys, values = torch.randn(2, 3, 100, 16), torch.randn(2, 3, 100, 16)
+    keys[:, :, :, 2] *= 50  # a channel of its own size must not spoil the others
+    steps = 2**bits - 1
+    for group in range(0, 100, 64):
+        part = keys[:, :, group : group + 64]
+        step = (part.amax(2, keepdim=True) - part.amin(2, keepdim=True)) / steps
+        error = (quantise_keys(keys, bits)[:, :, group : group + 64] - part).abs()
+        assert bool((error <= 0.51 * step + 2e-3 * part.abs().amax(2, keepdim=True)).all())
+    step = (values.amax(3, keepdim=True) - values.amin(3, keepdim=True)) / steps
+    error = (quantise_values(values, bits) - values).abs()
+    assert bool((error <= 0.51 * step + 2e-3 * values.abs().amax(3, keepdim=True)).all())
+    assert bits / 16 < bytes_share(bits, 16) < bits / 16 + 0.1
+
+
+@pytest.mark.parametrize(
+    ("typed", "wrong"),
+    [
+        ("dropkvv", "did you mean"),
+        ("dropkv[widow=3]", "widow"),
+        ("dropkv[window]", "OPTION=VALUE"),
+        ("quantised-3bit", "quantised-2bit"),
+        ("dropkv,dropkv", "each once"),
+        ("", "at least one"),
+    ],
+)
+def test_a_method_list_with_a_mistake_is_refused(typed, wrong):
+    with pytest.raises((ValueError, TypeError), match=wrong):
+        parse_policies(typed)
+
+
+def test_brackets_hold_options():
+    policy = parse_policy("dropkv[pool=avg,window=32,allocation=ada]")
+    settings = policy.settings("0.1")
+    assert (settings.method.pool, settings.method.window, settings.allocation.name) == ("avg", 32, "ada")
