@@ -251,7 +251,7 @@ class Contest:
             counts = wins(lanes, total).split([s.shape[1] for s in self._shares])
             for layer, count in enumerate(counts):
                 kept[layer][row] = count
-        self._shares = [s[..., : int(k.max())] for s, k in zip(self._shares, kept, strict=True)]
+        self._shares = [s[..., : int(k.max())].clone() for s, k in zip(self._shares, kept, strict=True)]
         for s, k in zip(self._shares, kept, strict=True):
             s.masked_fill_(torch.arange(s.shape[2]) >= k[..., None], -torch.inf)
         return kept

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from decantkv import interface
 from decantkv.allocation import AllocationRule
@@ -20,6 +22,7 @@ from decantkv.layers import EvictingLayer, PromptLayer, gather, window_of
 from decantkv.methods import Method
 from decantkv.needs import rotation
 from decantkv.options import Allocation, Impl, Span
+from decantkv.ragged_layers import LayerContest, RaggedLayer
 from decantkv.records import Recorder, Report, storage_bytes
 from decantkv.settings import Settings
 
@@ -30,6 +33,7 @@ __all__ = [
     "cache_argument",
     "cache_bytes",
     "check_model",
+    "deferred",
     "gather",
     "new_recorder",
     "replace_layers",
@@ -101,13 +105,18 @@ class EvictingCache(DynamicCache):
         shared = text_config(model).model_type in SHARED_SETS
         rotate = rotation(model) if "rotate" in settings.method.needs else None
 
-        def new(layer_idx: int) -> CacheLayerMixin:
-            return EvictingLayer(layer_idx, cache_id, settings, recorder, shared=shared, rotate=rotate)
+        kind = RaggedLayer if settings.allocation.ragged else EvictingLayer
+
+        def new(layer_idx: int) -> PromptLayer:
+            return kind(layer_idx, cache_id, settings, recorder, shared=shared, rotate=rotate)
 
         recorder.left_alone = replace_layers(self, model, new)
+        contest = LayerContest() if settings.allocation.over_layers else None
         evicting = [layer for layer in self.layers if isinstance(layer, EvictingLayer)]
         for place, layer in enumerate(evicting):
             layer.place = (place, len(evicting))
+            if isinstance(layer, RaggedLayer):
+                layer.contest = contest
         self._hold = Hold(model)
 
     def nbytes(self) -> int:
@@ -117,6 +126,25 @@ class EvictingCache(DynamicCache):
     def report(self) -> Report:
         """What was kept and dropped so far."""
         return self.recorder.report()
+
+
+@contextmanager
+def deferred(cache: DynamicCache) -> Iterator[None]:
+    """While open, a prompt may come in chunks; the cache decides what to keep when the block ends.
+
+    Until then all of the prompt is held. For loops that feed chunks by hand; under `attach`, `generate` with a
+    `prefill_chunk_size` does this by itself.
+    """
+    layers = [layer for layer in cache.layers if isinstance(layer, PromptLayer)]
+    for layer in layers:
+        layer.deferred = layer.store is None
+    try:
+        yield
+        for layer in layers:
+            layer.finish()
+    finally:
+        for layer in layers:
+            layer.deferred = False
 
 
 def new_recorder(settings: Settings) -> Recorder:
@@ -140,7 +168,7 @@ def text_config(model: PreTrainedModel) -> Any:
     return model.config.get_text_config(decoder=True)
 
 
-def replace_layers(cache: DynamicCache, model: PreTrainedModel, new: Callable[[int], CacheLayerMixin]) -> int:
+def replace_layers(cache: DynamicCache, model: PreTrainedModel, new: Callable[[int], PromptLayer]) -> int:
     """Put new layers in place of the cache's full-attention ones; return how many others stay.
 
     Raises:
@@ -156,7 +184,8 @@ def replace_layers(cache: DynamicCache, model: PreTrainedModel, new: Callable[[i
             "bounded caches of their own"
         )
     for i in full:
-        cache.layers[i] = new(i)
+        layer = cache.layers[i] = new(i)
+        layer.owner = weakref.ref(model)
     return len(cache.layers) - len(full)
 
 

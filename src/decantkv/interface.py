@@ -14,6 +14,8 @@ from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import transformers
+from packaging.version import Version
 from torch import Tensor, nn
 from transformers import modeling_utils
 
@@ -57,6 +59,9 @@ class Listener(Protocol):
     layer_idx: int
     cache_id: int
 
+    def attend(self, call: AttentionCall) -> Tensor | None:
+        """The attention's output [B, q, HQ, Dv] where the layer computes it itself, over what it alone can read."""
+
     def before_attention(self, mask: Any, *, query: Tensor, kv_len: int, backend: str) -> Any:
         """The mask to attend with."""
 
@@ -67,6 +72,17 @@ class Listener(Protocol):
 class UnsupportedModelError(ValueError):
     """The model computes attention in a way that eviction cannot follow."""
 
+
+OLDEST, BEYOND = "4.56", "6"  # transformers versions that were tried: from OLDEST on, below BEYOND
+
+
+def check_version(version: str) -> None:
+    """Raise ImportError unless this transformers version is one that decantkv was made for."""
+    if not Version(OLDEST) <= Version(Version(version).base_version) < Version(BEYOND):
+        raise ImportError(f"transformers: expected a version from {OLDEST} and below {BEYOND}, got {version}")
+
+
+check_version(transformers.__version__)
 
 _slot = threading.local()
 
@@ -193,22 +209,29 @@ def _wrap(function: Attention, backend: str) -> Attention:
         if listener is None:
             return function(module, query, key, value, attention_mask, *args, **kwargs)
         forget()
+        if kwargs.get("position_bias") is not None:
+            raise UnsupportedModelError(
+                f"model: expected positions inside queries and keys, got {type(module).__name__} with relative "
+                "position biases, which count stored slots"
+            )
+        scale = kwargs.get("scaling")
+        call = AttentionCall(
+            query=query,
+            key=key,
+            value=value,
+            mask=attention_mask,
+            scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
+            softcap=kwargs.get("softcap"),
+            sink_logits=kwargs.get("s_aux"),
+            backend=backend,
+            module=module,
+        )
+        own = listener.attend(call)
+        if own is not None:
+            return own, None
         mask = listener.before_attention(attention_mask, query=query, kv_len=key.shape[2], backend=backend)
         out = function(module, query, key, value, mask, *args, **kwargs)
-        scale = kwargs.get("scaling")
-        listener.after_attention(
-            AttentionCall(
-                query=query,
-                key=key,
-                value=value,
-                mask=attention_mask,
-                scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
-                softcap=kwargs.get("softcap"),
-                sink_logits=kwargs.get("s_aux"),
-                backend=backend,
-                module=module,
-            )
-        )
+        listener.after_attention(call)
         return out
 
     return attention

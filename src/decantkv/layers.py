@@ -7,16 +7,18 @@ then on hands everything to an inner store. Its *logical* length counts every to
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from decantkv import interface
 from decantkv.interface import AttentionCall, not_understood
-from decantkv.masks import PromptMask, hide_filler, read_prompt_mask
+from decantkv.masks import PromptMask, hide_filler, read_prompt_mask, refit
 from decantkv.needs import output_projection
 from decantkv.options import Need
 from decantkv.records import LayerRecord, Recorder, storage_bytes
@@ -36,6 +38,8 @@ class PromptLayer(CacheLayerMixin):
     is_croppable = True
     is_sliding = False
     supports_early_init = False
+    wants_every_query = False  # a method looks at all of the prompt's queries
+    uneven = False  # layers of one cache may store different numbers of tokens
 
     def __init__(self, layer_idx: int, cache_id: int, rows: int) -> None:
         self.layer_idx, self.cache_id, self.rows = layer_idx, cache_id, rows
@@ -44,6 +48,9 @@ class PromptLayer(CacheLayerMixin):
         self.valid: Tensor | None = None  # [B, 1 or H, K] bool; None while every kept slot holds a token
         self.logical = 0
         self.kept: Kept | None = None
+        self.deferred = False  # a prompt that comes in chunks is decided on after the last
+        self.waiting: tuple[AttentionCall, int] | None = None  # with the tail of queries, and the last chunk's length
+        self.owner: weakref.ref[nn.Module] | None = None  # the model this cache is for, if it was told
 
     @property
     def is_initialized(self) -> bool:
@@ -80,23 +87,37 @@ class PromptLayer(CacheLayerMixin):
         Raises:
             UnsupportedModelError: the prompt's attention call never came.
         """
-        if self.prompt is not None:
+        if self.prompt is not None and self.waiting is None:
             raise not_understood(self.layer_idx)
-        if self.store is None and key_states.shape[-2] > 1:
+        if self.store is None and (key_states.shape[-2] > 1 or self.deferred):
             interface.expect(self)
+            if self.prompt is not None:
+                key_states = torch.cat([self.prompt[0], key_states], -2)
+                value_states = torch.cat([self.prompt[1], value_states], -2)
             self.prompt = (key_states, value_states)
             self.logical = key_states.shape[-2]
             return self.prompt
         if self.store is None:  # a prompt of one token: nothing to choose from
             self.store = DynamicLayer()
         self.logical += key_states.shape[-2]
-        if self.valid is not None:
+        if self.valid is not None or self.uneven or self.kept is not None:
             interface.expect(self)
         keys, values = self.store.update(key_states, value_states)
         return keys, values
 
+    def attend(self, call: AttentionCall) -> Tensor | None:
+        """None: the model's own attention reads what `update` returned."""
+        return None
+
     def before_attention(self, mask: Any, *, query: Tensor, kv_len: int, backend: str) -> Any:
         """Hide filler slots from new tokens."""
+        if self.uneven and self.prompt is None:
+            mask = refit(mask, q_len=query.shape[2], kv_len=kv_len)
+        if self.kept is not None and isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[-1] != kv_len:
+            raise ValueError(
+                f"attention_mask: expected a 2-D mask of all tokens after eviction, got a 4-D one over "
+                f"{mask.shape[-1]} keys where {kv_len} are stored"
+            )
         if self.valid is None:
             return mask
         return hide_filler(mask, self.valid, query=query, kv_len=kv_len, backend=backend)
@@ -108,18 +129,56 @@ class PromptLayer(CacheLayerMixin):
         try:
             if call.key.requires_grad:
                 raise ValueError("model: expected a forward without gradients (torch.no_grad()), got one with")
-            self._keep(call)
+            self._check_owner(call)
+            if self.deferred:
+                self._wait(call)
+                return
+            self._keep(call, self._read_mask(call, min(self.rows, call.query.shape[2])))
         except BaseException:
             self.reset()
             raise
         self.prompt = None
 
-    @torch.no_grad()
-    def _keep(self, call: AttentionCall) -> None:
+    def _check_owner(self, call: AttentionCall) -> None:
+        model = None if self.owner is None else self.owner()
+        if model is not None and not any(call.module is part for part in model.modules()):
+            raise ValueError(
+                f"cache: expected the {type(model).__name__} it was made for, "
+                f"got another model's {call.attention_class}"
+            )
+
+    def _wait(self, call: AttentionCall) -> None:
+        """One chunk of the prompt: remember the last queries, which may reach back over several chunks."""
+        chunk = call.query.shape[2]
+        query = call.query if self.waiting is None else torch.cat([self.waiting[0].query, call.query], dim=2)
+        keep = call.key.shape[2] if self.wants_every_query else self.rows
+        self.waiting = (dataclasses.replace(call, query=query[:, :, -keep:].clone()), chunk)
+
+    def finish(self) -> None:
+        """The last chunk is in: decide now. Does nothing unless a prompt waits."""
+        self.deferred = False
+        if self.waiting is None:
+            return
+        call, chunk = self.waiting
+        try:
+            seen = self._read_mask(call, min(self.rows, chunk))
+            if seen.window is not None and chunk < min(self.rows, call.query.shape[2]):
+                raise ValueError(
+                    "prefill_chunk_size: expected a causal mask, got another, which short chunks cannot follow"
+                )
+            self._keep(call, seen)
+        except BaseException:
+            self.reset()
+            raise
+        self.prompt = self.waiting = None
+
+    def _read_mask(self, call: AttentionCall, rows: int) -> PromptMask:
         batch, _, kv_len, _ = call.key.shape
-        rows = min(self.rows, kv_len)
-        seen = read_prompt_mask(call.mask, batch=batch, kv_len=kv_len, rows=rows, device=call.key.device)
-        self.keep(call, seen, rows)
+        return read_prompt_mask(call.mask, batch=batch, kv_len=kv_len, rows=rows, device=call.key.device)
+
+    @torch.no_grad()
+    def _keep(self, call: AttentionCall, seen: PromptMask) -> None:
+        self.keep(call, seen, min(self.rows, call.query.shape[2]))
 
     def keep(self, call: AttentionCall, seen: PromptMask, rows: int) -> None:
         """Fill `store` (and `valid`) from the prompt."""
@@ -217,7 +276,7 @@ class PromptLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Empty again."""
-        self.store = self.prompt = self.valid = self.kept = None
+        self.store = self.prompt = self.valid = self.kept = self.waiting = None
         self.logical = 0
 
     def tensors(self) -> list[Tensor]:
@@ -240,6 +299,8 @@ class EvictingLayer(PromptLayer):
     ) -> None:
         super().__init__(layer_idx, cache_id, settings.rows)
         self.settings, self.recorder, self.shared, self.rotate = settings, recorder, shared, rotate
+        self.uneven = settings.allocation.by_layer
+        self.wants_every_query = "queries" in settings.method.needs
         self.place = (0, 1)  # which of how many evicting layers; the cache knows when all are there
 
     def keep(self, call: AttentionCall, seen: PromptMask, rows: int) -> None:
@@ -255,19 +316,20 @@ class EvictingLayer(PromptLayer):
             kept = self._choose(call, seen, rows)
             with self.recorder.stopwatch.measure("compaction", keys.device):
                 self.store_kept(kept)
+                if self.shared and self.valid is not None:
+                    raise ValueError(
+                        f"input_ids: expected prompts that keep equally many tokens with {call.attention_class}, which "
+                        "attends twice a layer, got rows of unequal length"
+                    )
                 if self.rotate is not None and self.settings.method.renumbers:
                     self._renumber(kept, self.rotate)
             kept_counts = kept.counts
-        self.recorder.layers.append(
-            LayerRecord(
-                self.layer_idx,
-                lengths,
-                kept_counts,
-                before,
-                storage_bytes(self.store_tensors()),
-                self.settings.raised(lengths),
-            )
-        )
+        self.record(lengths, kept_counts, before)
+
+    def record(self, lengths: Sequence[int], counts: Tensor, bytes_before: int) -> None:
+        """Note what was kept."""
+        after, raised = storage_bytes(self.store_tensors()), self.settings.raised(lengths)
+        self.recorder.layers.append(LayerRecord(self.layer_idx, tuple(lengths), counts, bytes_before, after, raised))
 
     def _renumber(self, kept: Kept, rotate: Rotate) -> None:
         """Turn kept keys by as many positions as were dropped behind them, so that no distance spans a gap."""
@@ -292,11 +354,14 @@ class EvictingLayer(PromptLayer):
         # a latent cache (MLA) stores one head for all, some models repeat heads after the cache
         shared = self.shared or call.key.shape[1] != keys.shape[1]
         with stopwatch.measure("selection", device):
-            kept = self.settings.choose(scores, win=win, lengths=seen.lengths, layer=self.place, shared=shared)
+            kept = self._select(scores, win, seen.lengths, shared)
         if call.key.shape[1] != keys.shape[1]:
             heads = keys.shape[1]
             kept = Kept(kept.indices[:, :1].expand(-1, heads, -1), kept.counts[:, :1].expand(-1, heads))
         return kept
+
+    def _select(self, scores: Tensor, win: AttentionWindow, lengths: Sequence[int] | None, shared: bool) -> Kept:
+        return self.settings.choose(scores, win=win, lengths=lengths, layer=self.place, shared=shared)
 
 
 def window_of(
