@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import types
 import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -17,7 +16,7 @@ from transformers.cache_utils import DynamicCache
 from decantkv import interface
 from decantkv.allocation import AllocationRule
 from decantkv.budget import Budget
-from decantkv.cache import EvictingCache, cache_argument, check_model, new_recorder
+from decantkv.cache import EvictingCache, cache_argument, check_model, deferred, new_recorder
 from decantkv.interface import Hold, not_understood
 from decantkv.methods import Method
 from decantkv.options import Allocation, Impl, Span
@@ -124,18 +123,29 @@ class _Attachment:
             decoder.register_forward_pre_hook(self._before_forward, with_kwargs=True),
             decoder.register_forward_hook(self._after_forward, always_call=True),
         ]
-        self._prepare: Callable[..., Any] | None = getattr(model, "_prepare_cache_for_generation", None)
-        if self._prepare is not None:
-            model._prepare_cache_for_generation = types.MethodType(self._prepare_cache(), model)
+        self._overridden: list[str] = []
+        self._override(model, "_prepare_cache_for_generation", self._prepare_cache)
+        self._override(model, "_get_candidate_generator", _first_the_prompt)
+        for name in ("_prefill", "_prefill_chunking"):  # the second until transformers 4.57
+            self._override(model, name, self._defer_chunks)
+        for name in ("generate_batch", "init_continuous_batching"):
+            self._override(model, name, _refuse_continuous_batching)
         self._prefill = threading.local()
+
+    def _override(self, model: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Put a wrapped method on the instance; deleting it brings the class's own back."""
+        if hasattr(model, name) and name not in vars(model):
+            setattr(model, name, wrap(getattr(model, name)))
+            self._overridden.append(name)
 
     def remove(self) -> None:
         """Undo everything."""
         model = self._model()
         for hook in self._hooks:
             hook.remove()
-        if model is not None and self._prepare is not None:
-            del model._prepare_cache_for_generation
+        if model is not None:
+            for name in self._overridden:
+                delattr(model, name)
         self._hold.close()
 
     def active(self) -> Run:
@@ -143,24 +153,38 @@ class _Attachment:
         own = [run for run in self.runs if run.thread == threading.get_ident()]
         return (own or self.runs)[-1]
 
-    def _prepare_cache(self) -> Callable[..., Any]:
+    def _prepare_cache(self, prepare: Callable[..., Any]) -> Callable[..., Any]:
         """`generate` asks the model for a cache here, before it decides how to decode."""
-        prepare, name, attachment = self._prepare, self._name, self
 
-        def prepare_cache(
-            model: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kw: Any
-        ) -> Any:
-            if model_kwargs.get(name) is None and generation_config.use_cache is not False:
-                asked = generation_config.cache_implementation
-                if asked not in (None, "dynamic", model.generation_config.cache_implementation):
+        def prepare_cache(generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+            if model_kwargs.get(self._name) is None and generation_config.use_cache is not False:
+                asked, model = generation_config.cache_implementation, self._model()
+                if asked not in (
+                    None,
+                    "dynamic",
+                    getattr(model, "generation_config", generation_config).cache_implementation,
+                ):
                     raise ValueError(
                         f"cache_implementation: expected none beside attach, which brings its own cache, got {asked!r}"
                     )
                 generation_config.cache_implementation = None
-                model_kwargs[name] = attachment.active().new_cache()
-            return prepare(generation_config, model_kwargs, *args, **kw) if prepare is not None else None
+                model_kwargs[self._name] = self.active().new_cache()
+            return prepare(generation_config, model_kwargs, *args, **kwargs)
 
         return prepare_cache
+
+    def _defer_chunks(self, prefill: Callable[..., Any]) -> Callable[..., Any]:
+        """`generate` reads a prompt here, in chunks when asked to: eviction waits for the last of them."""
+
+        def prefill_in_chunks(*args: Any, **kwargs: Any) -> Any:
+            cache = next((a[self._name] for a in (*args, kwargs) if isinstance(a, dict) and self._name in a), None)
+            chunked = any(getattr(a, "prefill_chunk_size", None) for a in (*args, *kwargs.values()))
+            if not chunked or not isinstance(cache, DynamicCache):
+                return prefill(*args, **kwargs)
+            with deferred(cache):
+                return prefill(*args, **kwargs)
+
+        return prefill_in_chunks
 
     def _before_forward(self, decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         interface.forget()
@@ -182,6 +206,58 @@ class _Attachment:
             stop()
         if waiting is not None and output is not None:
             raise not_understood(waiting.layer_idx, type(decoder).__name__)
+
+
+def _first_the_prompt(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Assisted decoding would read prompt and first draft in one forward; the prompt alone comes first instead.
+
+    So eviction sees the prompt as it is, and the first draft is checked against what was kept.
+    """
+
+    def make_generator(**kwargs: Any) -> Any:
+        generator = make(**kwargs)
+        # a generator that wants the model's outputs has none to look at before the prompt
+        return generator if getattr(generator, "requires_model_outputs", False) else _PromptFirst(make, kwargs)
+
+    return make_generator
+
+
+class _PromptFirst:
+    """A candidate generator that proposes nothing at first, and is made when the prompt has been read."""
+
+    requires_model_outputs = False
+
+    def __init__(self, make: Callable[..., Any], kwargs: dict[str, Any]) -> None:
+        self._make, self._kwargs = make, kwargs
+        self._generator: Any = None
+        self._asked = False
+
+    def get_candidates(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Nothing the first time; afterwards what the generator proposes for prompt and answer so far."""
+        if not self._asked:
+            self._asked = True
+            return input_ids, None
+        if self._generator is None:
+            # transformers has carried masks and positions forward in the dictionary it once handed over
+            self._generator = self._make(**{**self._kwargs, "input_ids": input_ids, "inputs_tensor": input_ids})
+        return self._generator.get_candidates(input_ids, *args, **kwargs)
+
+    def update_candidate_strategy(self, *args: Any, **kwargs: Any) -> None:
+        """Tell the generator how its drafts fared."""
+        if self._generator is not None:
+            self._generator.update_candidate_strategy(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._generator, name)
+
+
+def _refuse_continuous_batching(method: Callable[..., Any]) -> Callable[..., Any]:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise ValueError(
+            "continuous batching: expected generate() beside attach, got a paged cache, which eviction cannot reach"
+        )
+
+    return refuse
 
 
 def _device_of(module: nn.Module) -> torch.device:

@@ -140,12 +140,12 @@ class PromptLayer(CacheLayerMixin):
         self.prompt = None
 
     def _check_owner(self, call: AttentionCall) -> None:
-        model = None if self.owner is None else self.owner()
-        if model is not None and not any(call.module is part for part in model.modules()):
-            raise ValueError(
-                f"cache: expected the {type(model).__name__} it was made for, "
-                f"got another model's {call.attention_class}"
-            )
+        if self.owner is None:
+            return
+        model = self.owner()
+        if model is None or not any(call.module is part for part in model.modules()):
+            name = "model" if model is None else type(model).__name__
+            raise ValueError(f"cache: expected the {name} it was made for, got another model's {call.attention_class}")
 
     def _wait(self, call: AttentionCall) -> None:
         """One chunk of the prompt: remember the last queries, which may reach back over several chunks."""
