@@ -189,3 +189,20 @@ def test_numbers_are_checked(option, text):
 def test_layer_spans_are_checked(text):
     with pytest.raises(ValueError, match="layers: expected FIRST:STOP"):
         cli._span(text)
+
+
+@pytest.mark.model
+def test_the_command_on_the_demo_model(model_path, tmp_path, capsys):
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text("The needle is 7. " * 200, encoding="utf-8")
+    cli.verify(
+        out=tmp_path, model=model_path, prompt_file=prompt, question="What is the needle?", tokens=400, budget="0.1",
+        pools="16,64", search=8, ks="2,3", layers="0:1", name="demo",
+    )  # fmt: skip
+    header, records = read([tmp_path / "rows-0-1.jsonl"])
+    assert header["model"] == "demo"
+    assert abs(header["tokens"] - 400) <= 2
+    assert {r["layer"] for r in records} == {0}
+    assert "demo: " in capsys.readouterr().out
+    with pytest.raises(ValueError, match="expected more than the"):
+        cli.verify(out=tmp_path, model=model_path, prompt_file=prompt, question="Why? " * 99, tokens=50)

@@ -166,7 +166,10 @@ function paintMap() {
   if (state.token >= 0) { context.fillStyle = "#fff"; context.fillRect(Math.floor((state.token * width) / N), 0, 1, row * L); }
   const what = `${data.methods[state.method].short}: layers ${data.layers[0]} (top) to ${data.layers[L - 1]}, the prompt from left to right`;
   canvas.setAttribute("aria-label", "Heat map. " + what);
-  byId("heat-note").textContent = what + "; dark: dropped, bright: kept by every head (square-root scale). Click to go there.";
+  const scale = document.createElement("i");
+  scale.className = "scale";
+  scale.style.background = `linear-gradient(90deg, ${CIVIDIS.map((c) => `rgb(${c})`).join()})`;
+  byId("heat-note").replaceChildren("dropped ", scale, " kept by every head (square-root scale). ", what + ". Click to go there.");
 }
 
 // ---- panels ----------------------------------------------------------------------------------------------------
