@@ -87,6 +87,7 @@ class Runner:
         stops: token ids that end any answer.
         memory: bytes for caches; None takes three fifths of what is free.
         graphs: capture decode steps as CUDA graphs; None means on CUDA.
+        max_rows: copies decoded together; None decides by device.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class Runner:
         stops: Sequence[int],
         memory: int | None = None,
         graphs: bool | None = None,
-        max_rows: int = 256,
+        max_rows: int | None = None,
     ) -> None:
         self.model, self.form, self.plan, self.stops = model, form, plan, tuple(stops)
         self.policies = {policy.label: policy for policy in plan.policies}
@@ -107,7 +108,7 @@ class Runner:
         self.reader = Reader(model, rows=max((settings.rows for settings in asked), default=1), needs=needs)
         self.memory = free_memory(model.device) * 3 // 5 if memory is None else memory
         self.graphs = model.device.type == "cuda" if graphs is None else graphs
-        self.max_rows = max_rows
+        self.max_rows = max_rows or (256 if model.device.type == "cuda" else 48)  # a CPU gains little beyond
         self._newline = _newline_tokens(form.tokenizer)
 
     def run(

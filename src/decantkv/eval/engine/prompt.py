@@ -38,9 +38,6 @@ class WatchedLayer(DynamicLayer):
         return keys, values
 
     def attend(self, call: AttentionCall) -> None:
-        """None: the model's own attention does it."""
-
-    def attend(self, call: AttentionCall) -> None:
         """The model's own attention reads everything."""
 
     def before_attention(self, mask: Any, **_: Any) -> Any:

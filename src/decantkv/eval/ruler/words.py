@@ -8,7 +8,7 @@ import string
 from dataclasses import dataclass
 
 from decantkv.eval.ruler.draft import Draft
-from decantkv.eval.ruler.lexicon import pairs, plain_words
+from decantkv.eval.ruler.lexicon import pair, plain_words
 
 COMMON = 10
 SHUFFLE_SEED = 42  # RULER shuffles with the run's seed anew for every sample
@@ -47,9 +47,9 @@ _CWE = (
 
 
 def _word_list(count: int, often: int, seldom: int, rng: random.Random) -> tuple[str, list[str]]:
-    words = plain_words()
-    if count > len(words):  # RULER falls back to another dictionary; pairs of the same words need no second one
-        words = (*words, *rng.sample(pairs(), count - len(words)))
+    words = list(plain_words())
+    while len(words) < count:  # RULER falls back to another dictionary; pairs of the same words need no second one
+        words = list(dict.fromkeys([*words, *(pair(rng) for _ in range(count - len(words)))]))
     chosen = rng.sample(words, count)
     listed = chosen[:COMMON] * often + chosen[COMMON:] * seldom
     random.Random(SHUFFLE_SEED).shuffle(listed)

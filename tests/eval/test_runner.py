@@ -1,0 +1,163 @@
+"""Running, stopping, going on: every cell once, whatever happens in between."""
+
+import json
+import time
+
+import pytest
+
+from decantkv.eval import metrics
+from decantkv.eval.chat import ChatFormat
+from decantkv.eval.cli import make_plan
+from decantkv.eval.engine.quantise import bytes_share
+from decantkv.eval.results import ROWS, RUN, Store, read_folder, read_rows
+from decantkv.eval.ruler import Series, Sources
+from decantkv.eval.runner import Runner
+
+CONFIGURATION = {"model": "tiny", "seed": 42}
+PLAN = make_plan("dropkv,random,dropkv[window=4],quantised-4bit", "0.2,40", "aware,aware-question,agnostic")
+
+
+@pytest.fixture(scope="module")
+def form(tokenizer):
+    return ChatFormat(tokenizer)
+
+
+def prompts(form, count=2, tasks=("niah_single_1", "vt")):
+    made = []
+    for task in tasks:
+        series = Series(task, 1500, Sources(), measure=form.measure(), count_tokens=form.count)
+        for index in range(count):
+            made.append((f"ruler/{task}/1500/{index}", lambda s=series, i=index: s.sample(i)))
+    return made
+
+
+def run(model, form, folder, plan=PLAN, count=2, **options):
+    store = Store(folder, CONFIGURATION, {"command": "test"})
+    try:
+        return Runner(model, form, plan, stops=(0,), memory=2**30, **options).run(prompts(form, count), store)
+    finally:
+        store.close()
+
+
+def answers(folder):
+    _, rows = read_folder(folder)
+    found = [row for row in rows if row["row"] == "answer"]
+    return {(r["prompt"], r["regime"], r["policy"], r["budget"]): r for r in found}, len(found)
+
+
+@pytest.fixture(scope="module")
+def whole(model, form, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    assert run(model, form, folder)
+    return folder
+
+
+def test_every_cell_is_there_once_and_scored_by_the_suites_metric(whole, form):
+    cells, lines = answers(whole)
+    assert lines == len(cells) == 4 * (1 + 3 * (3 * 2 + 1))
+    made = {key: make() for key, make in prompts(form)}
+    for (prompt, *_), row in cells.items():
+        assert row["score"] == pytest.approx(metrics.score(made[prompt], row["answer"]), abs=1e-4)
+        assert 1 <= row["new_tokens"] <= made[prompt].max_new_tokens
+    _, rows = read_folder(whole)
+    tokens = {row["prompt"]: row for row in rows if row["row"] == "prompt"}
+    assert len(tokens) == 4
+    for (prompt, regime, policy, budget), row in cells.items():
+        length = tokens[prompt]["context_tokens" if regime == "agnostic" else "tokens"]
+        if regime == "aware" or regime == "agnostic":
+            wanted = {"0.2": int(length * 0.2) / length, "40": 40 / length, "1": 1.0, "-": 1.0}[budget]
+            assert row["kept"] == pytest.approx(wanted, abs=1e-4)
+        wanted = bytes_share(4, 16) if policy == "quantised-4bit" else row["kept"]
+        assert row["bytes"] == pytest.approx(wanted, abs=1e-4)
+
+
+def test_one_row_at_a_time_gives_the_same_rows(whole, model, form, tmp_path):
+    assert run(model, form, tmp_path, max_rows=1)
+    assert {key: row["answer"] for key, row in answers(tmp_path)[0].items()} == {
+        key: row["answer"] for key, row in answers(whole)[0].items()
+    }
+
+
+def test_a_finished_run_does_nothing_and_more_of_anything_adds_only_that(whole, model, form, tmp_path):
+    folder = tmp_path / "grown"
+    small = make_plan("dropkv", "0.2", "aware")
+    assert run(model, form, folder, plan=small, count=1)
+    before = (folder / ROWS).read_bytes()
+    assert run(model, form, folder, plan=small, count=1)
+    assert (folder / ROWS).read_bytes() == before
+    assert run(model, form, folder)
+    assert (folder / ROWS).read_bytes().startswith(before)
+    grown, lines = answers(folder)
+    assert lines == len(grown)
+    assert {k: r["answer"] for k, r in grown.items()} == {k: r["answer"] for k, r in answers(whole)[0].items()}
+
+
+def test_a_killed_run_loses_half_a_line_and_repeats_nothing_else(whole, model, form, tmp_path):
+    lines = (whole / ROWS).read_bytes().splitlines(keepends=True)
+    (tmp_path / RUN).write_bytes((whole / RUN).read_bytes())
+    kept = lines[: len(lines) // 2]
+    (tmp_path / ROWS).write_bytes(b"".join(kept) + lines[len(kept)][:25])
+    assert run(model, form, tmp_path)
+    assert (tmp_path / ROWS).read_bytes().startswith(b"".join(kept))
+    found, count = answers(tmp_path)
+    assert count == len(found)
+    assert {k: r["answer"] for k, r in found.items()} == {k: r["answer"] for k, r in answers(whole)[0].items()}
+
+
+def test_a_deadline_stops_between_prompts_and_the_rest_follows(model, form, tmp_path):
+    store = Store(tmp_path, CONFIGURATION, {})
+    runner = Runner(model, form, make_plan("random", "0.2", "aware"), stops=(0,), memory=2**30)
+    made = prompts(form)
+    assert not runner.run(made, store, deadline=time.monotonic() - 1)
+    seen = []
+    slow = [(key, lambda m=make: (seen.append(1), m())[1]) for key, make in made]
+    assert runner.run(slow, store)
+    assert runner.run(slow, store)  # nothing is made a second time
+    store.close()
+    assert len(seen) == 4
+
+
+def test_likelihood_is_of_the_references(model, form, tmp_path):
+    plan = make_plan("dropkv", "1.0", "aware,agnostic", likelihood=True, generate=False)
+    assert run(model, form, tmp_path, plan=plan, count=1)
+    cells, _ = answers(tmp_path)
+    by_prompt = {}
+    for (prompt, *_), row in cells.items():
+        assert "answer" not in row
+        by_prompt.setdefault(prompt, set()).add(round(row["nll"], 3))
+    assert all(len(values) == 1 for values in by_prompt.values())  # budget 1 is the full cache in either regime
+
+
+def test_rows_of_another_configuration_are_never_mixed_in(whole, tmp_path):
+    with pytest.raises(ValueError, match=r"seed: there 42, here 43"):
+        Store(whole, {**CONFIGURATION, "seed": 43}, {})
+    foreign = json.loads((whole / ROWS).read_text().splitlines()[3])
+    (tmp_path / RUN).write_bytes((whole / RUN).read_bytes())
+    (tmp_path / ROWS).write_text(json.dumps({**foreign, "config": "0" * 12}) + "\n")
+    with pytest.raises(ValueError, match="line 1.*000000000000"):
+        Store(tmp_path, CONFIGURATION, {})
+    (tmp_path / RUN).unlink()
+    with pytest.raises(ValueError, match=r"run\.json"):
+        Store(tmp_path, CONFIGURATION, {})
+
+
+@pytest.mark.parametrize("broken", ["{not json", '{"row":"answer"}', '{"row":"poem","prompt":"x"}', "[1]"])
+def test_a_broken_line_is_named(broken, tmp_path):
+    file = tmp_path / ROWS
+    file.write_text('{"row":"prompt","prompt":"a","config":"x"}\n' + broken + "\n")
+    with pytest.raises(ValueError, match="line 2"):
+        list(read_rows(file))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wrong"),
+    [
+        (("dropkv", "1.5", "aware"), "budget"),
+        (("dropkv", "some", "aware"), "budget"),
+        (("dropkv", "0.1", "unaware"), "regime: expected one of aware"),
+        (("nothing", "0.1", "aware"), "method"),
+    ],
+)
+def test_a_plan_with_a_mistake_is_refused(arguments, wrong):
+    with pytest.raises(ValueError, match=wrong):
+        make_plan(*arguments)
