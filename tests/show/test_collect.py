@@ -177,3 +177,17 @@ def test_a_window_of_another_length_is_scored_as_itself(model, ids):
         win = windows[1]
         own = make_window(win.q[:, :, -rows:], win.k, win.v, scale=win.scale, layer_idx=1)
         assert np.allclose(both.details[1].scores[i], chosen[i].score(own)[0].numpy(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("allocation", ["ada", "layer", "shared"])
+def test_every_allocation_is_shown_as_it_acted(model, ids, allocation):
+    """What the cache stored is what the page shows, also where heads keep different numbers."""
+    chosen = settings(allocation=allocation)
+    shown = collect(model, Words(), ids, [""] * TOKENS, [chosen], model_name="tiny", max_new_tokens=2)
+    kept = np.stack(shown.methods[0].kept)
+    assert kept.sum() == 27 * kept.shape[0] * kept.shape[1]
+    if allocation == "ada":
+        assert (kept.sum((1, 2)) == 54).all()
+        assert len(set(kept.sum(-1).ravel().tolist())) > 1
+    if allocation == "shared":
+        assert (kept == kept[:, :1]).all()

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decantkv.cache import EvictingCache, PromptLayer, cache_argument, new_recorder
+from decantkv.cache import EvictingCache, cache_argument, new_recorder
 from decantkv.interface import AttentionCall
+from decantkv.layers import PromptLayer
 from decantkv.masks import PromptMask
 from decantkv.needs import rotation
 from decantkv.scoring import reference

@@ -12,8 +12,9 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from decantkv import interface, scoring
-from decantkv.cache import PromptLayer, cache_argument, replace_layers, text_config, window_of
+from decantkv.cache import cache_argument, replace_layers, text_config
 from decantkv.interface import AttentionCall, Hold
+from decantkv.layers import PromptLayer, window_of
 from decantkv.masks import PromptMask
 from decantkv.scoring.window import make_window
 
