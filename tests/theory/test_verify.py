@@ -206,3 +206,15 @@ def test_the_command_on_the_demo_model(model_path, tmp_path, capsys):
     assert "demo: " in capsys.readouterr().out
     with pytest.raises(ValueError, match="expected more than the"):
         cli.verify(out=tmp_path, model=model_path, prompt_file=prompt, question="Why? " * 99, tokens=50)
+
+
+@pytest.mark.gpu
+def test_a_gpu_measures_the_same(model, ids, results, tmp_path):
+    _, records = measured(llama().cuda(), ids.cuda(), tmp_path / "rows.jsonl")
+    assert len(records) == len(results[2])
+    for here, there in zip(records, results[2], strict=True):
+        for place in ("kind", "layer", "kv_head", "head", "row", "pool", "k", "selection"):
+            assert here.get(place) == there.get(place)
+        for field in ("epsilon", "c", "best", "shift"):
+            if field in there:
+                assert here[field] == pytest.approx(there[field], rel=0.02, abs=1e-6)
