@@ -70,30 +70,34 @@ def attend_split(
         s = to_logits2(dot(b_k, tl.trans(b_q), PRECISION), scale, cap2, CAPPED)  # [BN, BM]
         s = tl.where(m_n[:, None] & (n[:, None] <= last_seen[None, :]), s, float("-inf"))
         if tl.max(tl.max((s > bar[None, :]).to(tl.int32), 1), 0) > 0:
+            s_max = tl.max(s, 0)
+            m_new = tl.maximum(m, s_max)
+            ref = finite(m_new)
+            total = tl.sum(l * tl.exp2(m - ref)[None, :] + tl.exp2(s - ref[None, :]), 0) + tl.exp2(s_top - ref)
             if VALUES:
-                s_max = tl.max(s, 0)
-                m_all = finite(tl.maximum(m, s_max))
-                total = tl.sum(l, 0) * tl.exp2(m - m_all) + tl.sum(tl.exp2(s - m_all[None, :]), 0)
-                total += tl.exp2(s_top - m_all)
-                dominant = (s_max > s_top) & (tl.exp2(s_max - m_all) > 0.5 * total)
-                found = tl.min(tl.where(s == s_max[None, :], n[:, None], _NO_INDEX), 0)
-                s = tl.where(dominant[None, :] & (n[:, None] == found[None, :]), float("-inf"), s)
-                back = dominant & (top >= 0)  # the key it displaces joins the sums
-                s_back = tl.where(back, s_top, float("-inf"))
-                m_new = tl.maximum(tl.maximum(m, tl.max(s, 0)), s_back)
-                e_back = tl.exp2(s_back - finite(m_new))
-                p_back = p_v + tl.where(back, top, 0).to(tl.int64) * svn
-                b_back = tl.load(p_back[None, :] + dv[:, None], mask=back[None, :] & (dv < DV)[:, None], other=0.0)
-                decay = tl.exp2(m - finite(m_new))
-                acc = acc * decay[None, :] + e_back[None, :] * b_back.to(tl.float32)
-                l = l * decay[None, :] + tl.where(j == 0, 1.0, 0.0)[:, None] * e_back[None, :]
-                s_top = tl.where(dominant, s_max, s_top)
-                top = tl.where(dominant, found, top)
-            else:
-                m_new = tl.maximum(m, tl.max(s, 0))
-                l = l * tl.exp2(m - finite(m_new))[None, :]
+                dominant = (s_max > s_top) & (tl.exp2(s_max - ref) > 0.5 * total)
+                if tl.max(dominant.to(tl.int32), 0) > 0:
+                    found = tl.min(tl.where(s == s_max[None, :], n[:, None], _NO_INDEX), 0)
+                    s = tl.where(dominant[None, :] & (n[:, None] == found[None, :]), float("-inf"), s)
+                    back = dominant & (top >= 0)  # the key it displaces joins the sums
+                    s_back = tl.where(back, s_top, float("-inf"))
+                    m_new = tl.maximum(tl.maximum(m, tl.max(s, 0)), s_back)
+                    ref = finite(m_new)
+                    e_back = tl.exp2(s_back - ref)
+                    p_back = p_v + tl.where(back, top, 0).to(tl.int64) * svn
+                    b_back = tl.load(p_back[None, :] + dv[:, None], mask=back[None, :] & (dv < DV)[:, None], other=0.0)
+                    decay = tl.exp2(m - ref)
+                    acc = acc * decay[None, :] + e_back[None, :] * b_back.to(tl.float32)
+                    l = l * decay[None, :] + tl.where(j == 0, 1.0, 0.0)[:, None] * e_back[None, :]
+                    m = m_new
+                    s_top = tl.where(dominant, s_max, s_top)
+                    top = tl.where(dominant, found, top)
+                    total = tl.sum(l + tl.exp2(s - ref[None, :]), 0) + tl.exp2(s_top - ref)
+            decay = tl.exp2(m - ref)
+            if VALUES:
+                acc = acc * decay[None, :]
+            l = l * decay[None, :]
             m = m_new
-            total = tl.sum(l, 0) + tl.sum(tl.exp2(s - finite(m)[None, :]), 0) + tl.exp2(s_top - finite(m))
             known = (m > float("-inf")) & (total > 0)
             bar = tl.where(known, m + tl.minimum(tl.log2(tl.where(known, total, 1.0)), _HEADROOM), float("-inf"))
         e = tl.exp2(s - finite(m)[None, :])

@@ -43,12 +43,11 @@ def padded_dim(dim: int) -> int:
     return max(16, power_of_two(dim))
 
 
-def row_tile(dim: int, v_dim: int, itemsize: int) -> int:
+def row_tile(dim: int, v_dim: int, itemsize: int, device: Device) -> int:
     """The most rows a program holds at once without spilling registers; more are taken in turn."""
-    width = max(padded_dim(dim), padded_dim(v_dim))
     if itemsize == 4:  # the exact float32 dot is three tf32 products
         return 16
-    return 64 if width <= 128 else 32
+    return 64 if max(padded_dim(dim), padded_dim(v_dim)) <= 128 and device.backend != "hip" else 32
 
 
 def padded_rows(rows: int, tile: int) -> int:
@@ -58,8 +57,8 @@ def padded_rows(rows: int, tile: int) -> int:
 
 def _fit(rows: int, keys: int, row_bytes: int, key_bytes: int, warps: int, stages: int, device: Device) -> Blocks:
     """Fewer stages, then fewer keys, until a program fits the device's shared memory."""
-    if device.backend == "hip":
-        stages = min(stages, 2)
+    if device.backend == "hip":  # a wavefront is two warps wide
+        stages, warps = min(stages, 2), 4
     while rows * row_bytes + stages * keys * key_bytes > device.shared_bytes and keys > 16:
         if stages > 2:
             stages -= 1
@@ -68,23 +67,30 @@ def _fit(rows: int, keys: int, row_bytes: int, key_bytes: int, warps: int, stage
     return Blocks(rows, keys, warps, stages)
 
 
-def attend_blocks(rows: int, dim: int, v_dim: int, itemsize: int, device: Device) -> Blocks:
+def attend_blocks(rows: int, dim: int, v_dim: int, itemsize: int, device: Device, *, bf16: bool = True) -> Blocks:
     """Blocks of kernel A, for `rows` = g·w rows a KV head."""
-    tile = row_tile(dim, v_dim, itemsize)
+    tile = row_tile(dim, v_dim, itemsize, device)
     block = min(padded_rows(rows, tile), tile)
     bd, bdv = padded_dim(dim), padded_dim(v_dim)
-    keys = 32 if itemsize == 4 else 64
-    return _fit(block, keys, (bd + 2 * bdv) * itemsize, (bd + bdv) * itemsize, 8, 3, device)
+    if itemsize == 4:
+        keys, warps = 16, 8
+    elif block > 32 or max(bd, bdv) > 128 or not bf16:
+        keys, warps = 32, 8
+    else:
+        keys, warps = 64, 4
+    return _fit(block, keys, (bd + 2 * bdv) * itemsize, (bd + bdv) * itemsize, warps, 3, device)
 
 
-def score_blocks(rows: int, dim: int, v_dim: int, itemsize: int, device: Device, *, one_pass: bool = False) -> Blocks:
+def score_blocks(
+    rows: int, dim: int, v_dim: int, itemsize: int, device: Device, *, bf16: bool = True, one_pass: bool = False
+) -> Blocks:
     """Blocks of kernel B."""
-    tile = row_tile(dim, v_dim, itemsize)
+    tile = row_tile(dim, v_dim, itemsize, device)
     block = min(padded_rows(rows, tile), tile)
     bd, bdv = padded_dim(dim), padded_dim(v_dim)
-    narrow = itemsize == 4 or max(bd, bdv) > 128 or (one_pass and block > 32)
+    narrow = itemsize == 4 or max(bd, bdv) > 128 or rows > tile or (one_pass and (block > 32 or not bf16))
     row_bytes = (bd + 2 * bdv) * itemsize * (2 if rows > tile else 1)
-    warps = 4 if block <= 32 and not narrow and not one_pass else 8
+    warps = 4 if block <= 32 and not narrow else 8
     return _fit(block, 32 if narrow else 64, row_bytes, (bd + bdv) * itemsize, warps, 3, device)
 
 

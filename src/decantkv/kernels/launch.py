@@ -22,20 +22,13 @@ from decantkv.kernels.blocks import (
     score_blocks,
     split_keys,
 )
-from decantkv.kernels.launcher import Launcher, aligned, on_device
+from decantkv.kernels.launcher import Launch, aligned, current_stream, on_device
 from decantkv.kernels.primitives import INTERPRETED, LOG2E
 from decantkv.kernels.score import MASS, PERTURBATION, add_dominant_kernel, dominant_cost_kernel, score_kernel
 
 QUANTITIES = {"perturbation": PERTURBATION, "attention_mass": MASS}
 MERGE_CHUNK = 64  # splits a step of the merge reads at once
 MAX_DIM = 256
-
-attend = Launcher(attend_kernel)
-merge = Launcher(merge_kernel)
-score = Launcher(score_kernel)
-dominant_cost = Launcher(dominant_cost_kernel)
-add_dominant = Launcher(add_dominant_kernel)
-
 
 class Plan(NamedTuple):
     """What a launch is cut by; tests and the benchmark replace it."""
@@ -58,11 +51,12 @@ def device_of(device: torch.device) -> Device:
 
 @functools.lru_cache(maxsize=1024)
 def plan(
-    rows: int, dim: int, v_dim: int, itemsize: int, n_keys: int, groups: int, device: Device, one_pass: bool
+    rows: int, dim: int, v_dim: int, dtype: torch.dtype, n_keys: int, groups: int, device: Device, one_pass: bool
 ) -> Plan:
     """Blocks and splits for `rows` = g·w rows, `groups` = B·H."""
-    a = attend_blocks(rows, dim, v_dim, itemsize, device)
-    b = score_blocks(rows, dim, v_dim, itemsize, device, one_pass=one_pass)
+    bf16 = dtype == torch.bfloat16
+    a = attend_blocks(rows, dim, v_dim, dtype.itemsize, device, bf16=bf16)
+    b = score_blocks(rows, dim, v_dim, dtype.itemsize, device, bf16=bf16, one_pass=one_pass)
     tiles = padded_rows(rows, a.rows) // a.rows
     keys, splits = split_keys(n_keys, groups * tiles, max(a.keys, b.keys), device)
     return Plan(a, b, keys, splits)
@@ -76,7 +70,7 @@ def precision_of(dtype: torch.dtype, device: Device) -> str:
 
 
 @dataclass(frozen=True)
-class _Prepared:
+class Prepared:
     """All of a call that only depends on shapes, strides, dtypes and options; a prompt's layers share it."""
 
     plan: Plan
@@ -88,14 +82,14 @@ class _Prepared:
     row_words: int
     scalars: tuple[int | float, ...]
     strides: tuple[int, ...]
-    attend: dict[str, Any]
-    merge: dict[str, Any]
-    score: dict[str, Any]
-    dominant_cost: dict[str, Any]
-    add_dominant: dict[str, Any]
+    attend: Launch
+    merge: Launch
+    score: Launch
+    dominant_cost: Launch
+    add_dominant: Launch
 
 
-_prepared: dict[Hashable, _Prepared] = {}
+_prepared: dict[Hashable, Prepared] = {}
 _PREPARED_LIMIT = 4096
 
 
@@ -132,9 +126,9 @@ def launch_scores(
     if known is None:
         if len(_prepared) >= _PREPARED_LIMIT:
             _prepared.clear()
-        known = _prepared[key] = _prepare(q, k, v, scale, start, softcap, sink_logits, out, lse, quantity, reduce, plan_)
+        known = _prepared[key] = _prepare(q, k, v, scale, start, softcap, sink_logits, lse, quantity, reduce, plan_)
     with on_device(k.device):
-        return _run(key, known, q, k, v, start, sink_logits, out, lse)
+        return _run(known, q, k, v, start, sink_logits, out, lse)
 
 
 def _prepare(
@@ -145,23 +139,22 @@ def _prepare(
     start: Tensor | None,
     softcap: float | None,
     sink_logits: Tensor | None,
-    out: Tensor | None,
     lse: Tensor | None,
     quantity: str,
     reduce: str,
     plan_: Plan | None,
-) -> _Prepared:
+) -> Prepared:
     batch, heads, n_keys, dim = k.shape
     v_dim, window = v.shape[3], q.shape[2]
     group, groups = q.shape[1] // heads, batch * heads
-    rows, itemsize = group * window, k.element_size()
+    rows = group * window
     device = device_of(k.device)
-    tile = row_tile(dim, v_dim, itemsize)
+    tile = row_tile(dim, v_dim, k.element_size(), device)
     padded, bd, bdv = padded_rows(rows, tile), padded_dim(dim), padded_dim(v_dim)
     values = quantity != "attention_mass"
     # beyond one row tile the rescue of dominant keys has no registers left: the kernels then make their own output
     one_pass = lse is not None and (not values or padded <= tile)
-    chosen = plan_ or plan(rows, dim, v_dim, itemsize, n_keys, groups, device, one_pass)
+    chosen = plan_ or plan(rows, dim, v_dim, k.dtype, n_keys, groups, device, one_pass)
     splits = chosen.splits
     factor, cap2 = (scale * LOG2E, 0.0) if softcap is None else (scale / softcap, softcap * LOG2E)
     width = bdv if values else 0
@@ -176,7 +169,8 @@ def _prepare(
         **shape, "DV": v_dim, "ROWS": padded, "BDV": bdv,
         "BS": power_of_two(splits), "CHUNK": min(MERGE_CHUNK, power_of_two(splits)), "SINK": sink_logits is not None,
     }  # fmt: skip
-    return _Prepared(
+    tiles = {"BD": bd, "BDV": bdv, **modes}
+    return Prepared(
         plan=chosen,
         one_pass=one_pass,
         values=values,
@@ -186,24 +180,32 @@ def _prepare(
         row_words=groups * padded * (width + 3 if not one_pass else 2),
         scalars=(n_keys, chosen.keys_per_split, splits, factor, cap2),
         strides=(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]),
-        attend={
-            **shape, **blocks, "BM": chosen.attend.rows, "BN": chosen.attend.keys, "BD": bd, "BDV": bdv,
-            **modes, "VALUES": values, **numbers,
-        },
-        merge={**merging, "VALUES": values},
-        score={
-            **shape, **blocks, "BM": chosen.score.rows, "BN": chosen.score.keys, "BD": bd, "BDV": bdv,
-            **modes, "QUANTITY": QUANTITIES[quantity], "MAX": reduce == "max", "ONE_PASS": one_pass,
-            "A_PARTS": 1 if one_pass or k.dtype == torch.float32 else 2, **numbers,
-        },
-        dominant_cost=merging,
-        add_dominant={"G": group, "ROWS": padded, "BM": power_of_two(padded), "MAX": reduce == "max"},
+        attend=Launch(
+            attend_kernel,
+            {**shape, **blocks, "BM": chosen.attend.rows, "BN": chosen.attend.keys, **tiles, "VALUES": values, **numbers},
+            warps=chosen.attend.warps, stages=chosen.attend.stages,
+        ),
+        merge=Launch(merge_kernel, {**merging, "VALUES": values}, warps=4),
+        score=Launch(
+            score_kernel,
+            {
+                **shape, **blocks, "BM": chosen.score.rows, "BN": chosen.score.keys, **tiles,
+                "QUANTITY": QUANTITIES[quantity], "MAX": reduce == "max", "ONE_PASS": one_pass,
+                "A_PARTS": 1 if one_pass or k.dtype == torch.float32 else 2, **numbers,
+            },
+            warps=chosen.score.warps, stages=chosen.score.stages,
+        ),
+        dominant_cost=Launch(dominant_cost_kernel, merging, warps=4),
+        add_dominant=Launch(
+            add_dominant_kernel,
+            {"G": group, "ROWS": padded, "BM": power_of_two(padded), "MAX": reduce == "max"},
+            warps=1,
+        ),
     )  # fmt: skip
 
 
 def _run(
-    key: Hashable,
-    p: _Prepared,
+    p: Prepared,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -214,36 +216,25 @@ def _run(
 ) -> Tensor:
     heads, splits = k.shape[1], p.plan.splits
     strides_v = p.strides[6:]
+    stream = current_stream(k.device)
     scores = torch.empty(k.shape[:3], dtype=torch.float32, device=k.device)
-    rescue = p.one_pass and p.values
-    part = torch.empty(p.part_words, dtype=torch.float32, device=k.device) if not p.one_pass or rescue else scores
-    rows = torch.empty(p.row_words, dtype=torch.float32, device=k.device) if not p.one_pass or rescue else scores
+    part = rows = scores
+    if not p.one_pass or p.values:
+        part = torch.empty(p.part_words, dtype=torch.float32, device=k.device)
+        rows = torch.empty(p.row_words, dtype=torch.float32, device=k.device)
     if not p.one_pass:
         out, lse = v, rows
-        attend(
-            key, (splits * (p.rows // p.plan.attend.rows), p.groups, 1),
-            (q, k, v, part, start, *p.scalars, *p.strides, heads), p.attend, _options(p.plan.attend),
+        p.attend(
+            (splits * (p.rows // p.plan.attend.rows), p.groups, 1), stream,
+            q, k, v, part, start, *p.scalars, *p.strides, heads,
         )  # fmt: skip
-        merge(key, (p.rows, p.groups, 1), (v, part, sink_logits, rows, splits, *strides_v, heads), p.merge, _SMALL)
+        p.merge((p.rows, p.groups, 1), stream, v, part, sink_logits, rows, splits, *strides_v, heads)
     out = v if out is None else out
-    score(
-        key, (splits, p.groups, 1),
-        (q, k, v, out, lse, rows, scores, part, start, *p.scalars, *p.strides, *out.stride()[:3], heads),
-        p.score, _options(p.plan.score),
+    p.score(
+        (splits, p.groups, 1), stream,
+        q, k, v, out, lse, rows, scores, part, start, *p.scalars, *p.strides, *out.stride()[:3], heads,
     )  # fmt: skip
-    if rescue:
-        dominant_cost(
-            key, (p.rows, p.groups, 1), (v, part, lse, sink_logits, rows, splits, *strides_v, heads),
-            p.dominant_cost, _SMALL,
-        )  # fmt: skip
-        add_dominant(key, (p.groups, 1, 1), (scores, rows, k.shape[2]), p.add_dominant, _ONE_WARP)
+    if p.one_pass and p.values:
+        p.dominant_cost((p.rows, p.groups, 1), stream, v, part, lse, sink_logits, rows, splits, *strides_v, heads)
+        p.add_dominant((p.groups, 1, 1), stream, scores, rows, k.shape[2])
     return scores
-
-
-_SMALL = {"num_warps": 4, "num_stages": 1}
-_ONE_WARP = {"num_warps": 1, "num_stages": 1}
-
-
-@functools.cache
-def _options(blocks: Blocks) -> dict[str, int]:
-    return {"num_warps": blocks.warps, "num_stages": blocks.stages}

@@ -15,25 +15,26 @@ from decantkv.kernels.primitives import dot, normal_or_zero, to_logits2
 PERTURBATION = 0  # DropKV's cost [p/(1−p)·‖a−v‖]²
 MASS = 1  # SnapKV's weight p
 _MASS = tl.constexpr(MASS)
-_NEAREST = tl.constexpr(1e-6)  # clamp of −log2 p; keys that near p = 1 are paid for apart
-_DOMINANT = tl.constexpr(0.95)  # −log2 p below this is p over 0.518: at most one key a row, whatever the rounding
+_DOMINANT = tl.constexpr(0.518)  # at most one key a row weighs more, whatever the rounding
 
 
 @triton.jit
-def row_costs(b_k, b_v, b_q, a_hi, a_lo, lse2, a_norm, scale, cap2,
-              CAPPED: tl.constexpr, QUANTITY: tl.constexpr, A_PARTS: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """(cost, −log2 p) of a tile of keys for a tile of rows, both [BN, BM], before any mask."""
-    y = lse2[None, :] - to_logits2(dot(b_k, tl.trans(b_q), PRECISION), scale, cap2, CAPPED)
-    if QUANTITY == _MASS:
-        return tl.exp2(-tl.maximum(y, 0.0)), y
-    else:
-        cross = dot(b_v, tl.trans(a_hi), PRECISION)
-        if A_PARTS == 2:
-            cross += dot(b_v, tl.trans(a_lo), PRECISION)
-        wide = b_v.to(tl.float32)
-        distance = tl.maximum(a_norm[None, :] + tl.sum(wide * wide, 1)[:, None] - 2.0 * cross, 0.0)
-        odds = 1.0 / (tl.exp2(tl.maximum(y, _NEAREST)) - 1.0)  # p/(1−p) without ever forming 1−p
-        return odds * (odds * distance), y  # this order neither overflows nor underflows before the result does
+def weights(b_k, b_q, lse2, scale, cap2, CAPPED: tl.constexpr, PRECISION: tl.constexpr):
+    """p [BN, BM] of a tile of keys for a tile of rows; 0 where lse2 is +inf, before any mask."""
+    return tl.exp2(to_logits2(dot(b_k, tl.trans(b_q), PRECISION), scale, cap2, CAPPED) - lse2[None, :])
+
+
+@triton.jit
+def perturbations(p, b_v, a_hi, a_lo, a_norm, A_PARTS: tl.constexpr, PRECISION: tl.constexpr):
+    """[p/(1−p)·‖a−v‖]² [BN, BM], of use where p is no more than about ½: dominant keys are paid for apart."""
+    wide = b_v.to(tl.float32)
+    v_norm = tl.sum(wide * wide, 1)
+    cross = dot(b_v, tl.trans(a_hi), PRECISION)
+    if A_PARTS == 2:
+        cross += dot(b_v, tl.trans(a_lo), PRECISION)
+    distance = tl.maximum(a_norm[None, :] + v_norm[:, None] - 2.0 * cross, 0.0)
+    odds = p / (1.0 - p)
+    return odds * (odds * distance)  # this order neither overflows nor underflows before the result does
 
 
 @triton.jit
@@ -124,7 +125,7 @@ def score_split(
     if RESCUE:
         acc = tl.zeros([BDV, BM], tl.float32)
         mass = tl.zeros([BN, BM], tl.float32)
-        hot = tl.full([BM], -1, tl.int32)
+        hot = tl.full([BN, BM], -1, tl.int32)
 
     n_tiles = tl.cdiv(tl.maximum(hi - lo, 0), BN)
     for t in range(0, n_tiles):
@@ -138,16 +139,14 @@ def score_split(
         if QUANTITY != _MASS:
             b_v = tl.load(p_v + n0.to(tl.int64) * svn + o_v, mask=m_n[:, None] & (dv < DV)[None, :], other=0.0)
         if SINGLE:
-            cost, y = row_costs(
-                b_k, b_v, b_q, a_hi, a_lo, lse2, a_norm, scale, cap2, CAPPED, QUANTITY, A_PARTS, PRECISION
-            )  # [BN, BM]
-            seen = (n[:, None] <= last_seen[None, :]) & m_real[:, None]
-            if RESCUE:
-                dominant = seen & (y < _DOMINANT)
-                if tl.max(tl.max(dominant.to(tl.int32), 1), 0) > 0:
-                    hot = tl.maximum(hot, tl.max(tl.where(dominant, n[:, None], -1), 0))
-                seen = seen & (y >= _DOMINANT)
-                p = tl.where(seen, tl.exp2(-y), 0.0)
+            p = weights(b_k, b_q, lse2, scale, cap2, CAPPED, PRECISION)
+            p = tl.where((n[:, None] <= last_seen[None, :]) & m_real[:, None], p, 0.0)
+            if QUANTITY == _MASS:
+                cost = tl.minimum(p, 1.0)
+            elif ONE_PASS:
+                hot = tl.where(p > _DOMINANT, n[:, None], hot)
+                p = tl.where(p > _DOMINANT, 0.0, p)
+                cost = perturbations(p, b_v, a_hi, a_lo, a_norm, A_PARTS, PRECISION)
                 if PARTS == 2:
                     b_p = p.to(b_v.dtype)
                     acc += dot(tl.trans(b_v), b_p, PRECISION)
@@ -155,8 +154,9 @@ def score_split(
                 else:
                     acc += dot(tl.trans(b_v.to(tl.float32)), p, PRECISION)
                     mass += p
-            cost = tl.where(n[:, None] == top[None, :], top_cost[None, :], cost)
-            cost = tl.where(seen, cost, 0.0)
+            else:
+                cost = perturbations(p, b_v, a_hi, a_lo, a_norm, A_PARTS, PRECISION)
+                cost = tl.where(n[:, None] == top[None, :], top_cost[None, :], cost)
             if MAX:
                 total = tl.max(cost, 1)
             else:
@@ -168,11 +168,13 @@ def score_split(
                     i_tile, i_bh, p_q, p_out, p_lse, p_rows, n_keys, sqb, sqh, sqw, sob, soh, sow,
                     H, G, W, D, DV, ROWS, BM, BD, BDV, QUANTITY, ONE_PASS, A_PARTS,
                 )  # fmt: skip
-                cost, _ = row_costs(
-                    b_k, b_v, q_t, hi_t, lo_t, lse2_t, norm_t, scale, cap2, CAPPED, QUANTITY, A_PARTS, PRECISION
-                )  # [BN, BM]
-                cost = tl.where(n[:, None] == top_t[None, :], top_cost_t[None, :], cost)
-                cost = tl.where((n[:, None] <= last_t[None, :]) & m_real[:, None], cost, 0.0)
+                p = weights(b_k, q_t, lse2_t, scale, cap2, CAPPED, PRECISION)
+                p = tl.where((n[:, None] <= last_t[None, :]) & m_real[:, None], p, 0.0)
+                if QUANTITY == _MASS:
+                    cost = tl.minimum(p, 1.0)
+                else:
+                    cost = perturbations(p, b_v, hi_t, lo_t, norm_t, A_PARTS, PRECISION)
+                    cost = tl.where(n[:, None] == top_t[None, :], top_cost_t[None, :], cost)
                 if MAX:
                     total = tl.maximum(total, tl.max(cost, 1))
                 else:
@@ -184,9 +186,9 @@ def score_split(
     if RESCUE:
         r = tl.arange(0, BM)
         p_part += (i_bh * n_splits + i_split).to(tl.int64) * (ROWS * (BDV + 2))
-        tl.store(p_part + r[None, :] * BDV + dv[:, None], acc)
+        tl.store(p_part + r[:, None] * BDV + dv[None, :], tl.trans(acc))
         tl.store(p_part + ROWS * BDV + r, tl.sum(mass, 0))
-        tl.store(p_part + ROWS * BDV + ROWS + r, hot.to(tl.float32, bitcast=True))
+        tl.store(p_part + ROWS * BDV + ROWS + r, tl.max(hot, 0).to(tl.float32, bitcast=True))
 
 
 @triton.jit(do_not_specialize=["n_keys", "keys_per_split", "n_splits"])

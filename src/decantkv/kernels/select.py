@@ -14,16 +14,16 @@ _MAX_POOL = tl.constexpr(MAX_POOL)
 _AVG_POOL = tl.constexpr(AVG_POOL)
 FILLER = -1
 _FILLER = tl.constexpr(FILLER)
-DIGIT_BINS = 2048  # 11 bits a digit: 11 + 11 + 10 = 32
+DIGIT_BINS = 256  # a histogram's cost grows with its bins: four digits of 8 bits beat three of 11
 _BINS = tl.constexpr(DIGIT_BINS)
 _FINITE_MAX = tl.constexpr(3.4028234663852886e38)
 
 
 @triton.jit
-def pooled_order(n, i_row, i_b, p_score, p_forced, stride_row, start, n_keys, pool_stop, head, tail,
+def pooled_order(n, i_row, i_b, p_score, p_forced, start, n_keys, pool_stop, head, tail,
                  POOL: tl.constexpr, KERNEL: tl.constexpr, FORCED: tl.constexpr):  # fmt: skip
     """The pooled scores of keys n [BN] as uint32 of the same order."""
-    p_score += i_row.to(tl.int64) * stride_row
+    p_score += i_row.to(tl.int64) * n_keys
     x = tl.load(p_score + n, mask=(n >= start) & (n < n_keys), other=0.0)
     if POOL != 0:
         if POOL == _MAX_POOL:
@@ -67,10 +67,10 @@ def row_need(i_row, p_need, need, start, n_keys, PER_ROW: tl.constexpr):
     return tl.minimum(need, n_keys - start)
 
 
-@triton.jit(do_not_specialize=["n_keys", "need", "n_slots", "pool_stop", "head", "tail", "stride_row"])
+@triton.jit(do_not_specialize=["n_keys", "need", "n_slots", "pool_stop", "head", "tail"])
 def select_row_kernel(
     p_score, p_forced, p_start, p_need, p_index,
-    n_keys, need, n_slots, stride_row, pool_stop, head, tail, H,
+    n_keys, need, n_slots, pool_stop, head, tail, H,
     POOL: tl.constexpr, KERNEL: tl.constexpr, FORCED: tl.constexpr, PADDED: tl.constexpr, PER_ROW: tl.constexpr,
     BN: tl.constexpr,
 ):  # fmt: skip
@@ -83,7 +83,7 @@ def select_row_kernel(
     need = row_need(i_row, p_need, need, start, n_keys, PER_ROW)
     n = tl.arange(0, BN)
     order = pooled_order(
-        n, i_row, i_b, p_score, p_forced, stride_row, start, n_keys, pool_stop, head, tail, POOL, KERNEL, FORCED
+        n, i_row, i_b, p_score, p_forced, start, n_keys, pool_stop, head, tail, POOL, KERNEL, FORCED
     )
     bins = tl.arange(0, 256)
     missing = need
@@ -103,13 +103,13 @@ def select_row_kernel(
     tl.store(p_index + n, tl.full([BN], _FILLER, tl.int64), mask=n < n_slots - need)
 
 
-@triton.jit(do_not_specialize=["n_keys", "pool_stop", "head", "tail", "stride_row"])
+@triton.jit(do_not_specialize=["n_keys", "pool_stop", "head", "tail"])
 def order_kernel(
     p_score, p_forced, p_start, p_order, p_bins,
-    n_keys, stride_row, pool_stop, head, tail, H,
+    n_keys, pool_stop, head, tail, H,
     POOL: tl.constexpr, KERNEL: tl.constexpr, FORCED: tl.constexpr, PADDED: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Long rows, grid (chunks, B·H): pool, write the ordered integers, count the first digit (11 bits)."""
+    """Long rows, grid (chunks, B·H): pool, write the ordered integers, count the first digit."""
     i_row = tl.program_id(1)
     i_b = i_row // H
     start = 0
@@ -117,11 +117,11 @@ def order_kernel(
         start = tl.load(p_start + i_b).to(tl.int32)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     order = pooled_order(
-        n, i_row, i_b, p_score, p_forced, stride_row, start, n_keys, pool_stop, head, tail, POOL, KERNEL, FORCED
+        n, i_row, i_b, p_score, p_forced, start, n_keys, pool_stop, head, tail, POOL, KERNEL, FORCED
     )
     real = (n >= start) & (n < n_keys)
     tl.store(p_order + i_row.to(tl.int64) * n_keys + n, order.to(tl.int32, bitcast=True), mask=n < n_keys)
-    count_digits((order >> 21).to(tl.int32), real, p_bins + i_row.to(tl.int64) * (3 * _BINS))
+    count_digits((order >> 24).to(tl.int32), real, p_bins + i_row.to(tl.int64) * (4 * _BINS))
 
 
 @triton.jit
@@ -138,16 +138,16 @@ def threshold_so_far(i_row, p_bins, need, DIGITS: tl.constexpr):
     bins = tl.arange(0, _BINS)
     prefix = tl.zeros([1], tl.uint32)
     for i_digit in tl.static_range(DIGITS):
-        histogram = tl.load(p_bins + i_row.to(tl.int64) * (3 * _BINS) + i_digit * _BINS + bins)
+        histogram = tl.load(p_bins + i_row.to(tl.int64) * (4 * _BINS) + i_digit * _BINS + bins)
         digit, need = find_digit(histogram, bins, need)
-        prefix = (prefix << (10 if i_digit == 2 else 11)) | digit.to(tl.uint32)
+        prefix = (prefix << 8) | digit.to(tl.uint32)
     return prefix, need
 
 
 @triton.jit(do_not_specialize=["n_keys", "need"])
 def digit_kernel(p_order, p_bins, p_start, p_need, n_keys, need, H,
                  PADDED: tl.constexpr, PER_ROW: tl.constexpr, DIGIT: tl.constexpr, BN: tl.constexpr):  # fmt: skip
-    """Grid (chunks, B·H): count the second (DIGIT 1) or third (DIGIT 2) digit of keys that share the earlier ones."""
+    """Grid (chunks, B·H): count digit 1, 2 or 3 of the keys that share the earlier ones."""
     i_row = tl.program_id(1)
     start = 0
     if PADDED:
@@ -157,13 +157,9 @@ def digit_kernel(p_order, p_bins, p_start, p_need, n_keys, need, H,
     order = tl.load(p_order + i_row.to(tl.int64) * n_keys + n, mask=n < n_keys, other=0).to(tl.uint32, bitcast=True)
     prefix, _ = threshold_so_far(i_row, p_bins, need, DIGIT)
     real = (n >= start) & (n < n_keys)
-    p_bins += i_row.to(tl.int64) * (3 * _BINS) + DIGIT * _BINS
-    if DIGIT == 1:
-        alive = real & ((order >> 21) == prefix)
-        digits = (order >> 10) & 2047
-    else:
-        alive = real & ((order >> 10) == prefix)
-        digits = order & 1023
+    p_bins += i_row.to(tl.int64) * (4 * _BINS) + DIGIT * _BINS
+    alive = real & ((order >> (32 - 8 * DIGIT)) == prefix)
+    digits = (order >> (24 - 8 * DIGIT)) & 255
     if tl.max(alive.to(tl.int32), 0) > 0:
         count_digits(digits.to(tl.int32), alive, p_bins)
 
@@ -180,7 +176,7 @@ def count_kernel(p_order, p_bins, p_start, p_need, p_count, n_keys, need, n_chun
     need = row_need(i_row, p_need, need, start, n_keys, PER_ROW)
     n = i_chunk * BN + tl.arange(0, BN)
     order = tl.load(p_order + i_row.to(tl.int64) * n_keys + n, mask=n < n_keys, other=0).to(tl.uint32, bitcast=True)
-    threshold, missing = threshold_so_far(i_row, p_bins, need, 3)
+    threshold, missing = threshold_so_far(i_row, p_bins, need, 4)
     p_count += i_row.to(tl.int64) * (2 * n_chunks + 2)
     tl.store(p_count + i_chunk, tl.sum((order > threshold).to(tl.int32), 0))
     tl.store(p_count + n_chunks + i_chunk, tl.sum((order == threshold).to(tl.int32), 0))

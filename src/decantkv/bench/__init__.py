@@ -1,0 +1,1 @@
+"""Measurements: nothing in the library depends on them."""
