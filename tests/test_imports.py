@@ -13,7 +13,7 @@ SOURCE = Path(decantkv.__file__).parent
 
 # a module may import from its own layer or from one before it
 LAYERS = [
-    {"options"},
+    {"options", "transfer"},
     {"budget", "ranking"},
     {"scoring", "kernels", "allocation"},
     {"methods"},

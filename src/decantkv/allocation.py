@@ -16,6 +16,7 @@ from torch import Tensor
 
 from decantkv.options import Allocation, expect_fraction
 from decantkv.ranking import keep_highest, wins
+from decantkv.transfer import to_device
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class AllocationRule:
         Returns:
             [B, H] int64; rows sum to H·n_keep.
         """
-        return torch.tensor(n_keep, device=priority.device)[:, None].expand(priority.shape[:2])
+        return to_device(n_keep, priority.device)[:, None].expand(priority.shape[:2])
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, get_args
@@ -14,6 +15,7 @@ from decantkv.allocation import AllocationRule, Shared, layer_shares, resolve_al
 from decantkv.budget import count, fixed_spans
 from decantkv.options import (
     Allocation,
+    Impl,
     Pool,
     PoolScope,
     Span,
@@ -23,6 +25,7 @@ from decantkv.options import (
     expect_spans,
 )
 from decantkv.ranking import FILLER, highest
+from decantkv.transfer import move, to_device
 
 __all__ = ["FILLER", "Kept", "Order", "order", "pool_scores", "select"]
 
@@ -37,10 +40,12 @@ class Kept:
         indices: [B, H, K] int64 key indices, ascending; where a row and head keep fewer than K, FILLER (−1) fills
             up on the left.
         counts: [B, H] int64 how many each row and head keeps.
+        rows: how many each batch row keeps in every head, where the host knows it and heads agree; else None.
     """
 
     indices: Tensor
     counts: Tensor
+    rows: tuple[int, ...] | None = None
 
     def valid(self) -> Tensor:
         """[B, H, K] bool: which slots hold a token and not filler."""
@@ -102,6 +107,7 @@ def select(
     layer: tuple[int, int] = (0, 1),
     rank: Rank | None = None,
     shared: bool = False,
+    impl: Impl = "auto",
 ) -> Kept:
     """Choose the tokens to keep.
 
@@ -124,11 +130,15 @@ def select(
         layer: (index, number of layers), for rules that tell layers apart; `n_keep` is the mean over them.
         rank: turns pooled scores into the order of keeping, given each row's budget; see `Method.rank`.
         shared: one set for all heads, whatever else the rule says.
+        impl: "auto" takes the fused kernel for scores on CUDA where it covers the rule, "triton" insists on it, any
+            other name is plain torch. Both choose the same tokens.
 
     Raises:
-        TypeError, ValueError: an argument out of its range, or `n_keep` below what is protected.
+        TypeError, ValueError: an argument out of its range, `n_keep` below what is protected, or a kernel asked for
+            that cannot serve.
     """
-    chosen = order(
+    expect_choice("impl", impl, get_args(Impl))
+    task = _Task.check(
         scores,
         n_keep=n_keep,
         window=window,
@@ -141,15 +151,22 @@ def select(
         lengths=lengths,
         forced_tail=forced_tail,
         layer=layer,
-        rank=rank,
         shared=shared,
     )
+    if impl in ("auto", "triton"):
+        reason = _fused_unsupported(scores, task, rank)
+        if reason is None:
+            return _select_fused(scores, task)
+        if impl == "triton":
+            raise ValueError(f"impl: expected one that can take this selection, got 'triton': {reason}")
+    chosen = _order(scores, task, rank)
+    heads, counts = scores.shape[1], chosen.rule.head_counts(chosen.priority, chosen.n_keep, chosen.fixed)
     if chosen.rule.over_layers:
         raise ValueError("allocation: expected a rule for one layer's scores, got 'layer', which compares all layers'")
-    heads, counts = scores.shape[1], chosen.rule.head_counts(chosen.priority, chosen.n_keep, chosen.fixed)
     most = int(counts.max()) if chosen.rule.ragged else max(chosen.n_keep)
     indices = highest(chosen.priority, counts, most)
-    return Kept(indices.expand(-1, heads, -1), counts.expand(-1, heads))
+    rows = None if chosen.rule.ragged else tuple(chosen.n_keep)
+    return Kept(indices.expand(-1, heads, -1), counts.expand(-1, heads), rows)
 
 
 class Order(NamedTuple):
@@ -188,36 +205,153 @@ def order(
 
     Under "layer" the priorities are the scores' shares of the layer's total.
     """
-    if not isinstance(scores, Tensor) or scores.dim() != 3 or not scores.is_floating_point():
-        got = list(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
-        raise ValueError(f"scores: expected a floating-point tensor [batch, KV heads, keys], got {got}")
-    expect_int("window", window, at_least=0)
-    expect_int("sinks", sinks, at_least=0)
-    expect_choice("pool", pool, get_args(Pool))
-    expect_choice("pool_scope", pool_scope, get_args(PoolScope))
-    expect_odd("kernel_size", kernel_size)
-    rule = resolve_allocation(allocation)
-    spans = expect_spans("protect", protect)
-    batch, _, kv_len = scores.shape
-    rows = _row_lengths(lengths, batch, kv_len)
-    tails = [max(window, expect_int("forced_tail", n, at_least=0)) for n in _per_row("forced_tail", forced_tail, batch)]
-    fixed = [fixed_spans(n, window=tail, sinks=sinks, protect=spans) for n, tail in zip(rows, tails, strict=True)]
-    least = [count(s) for s in fixed]
-    counts = [
-        rule.layer_budget(number, always, length, *layer)
-        for number, always, length in zip(_row_counts(n_keep, rows, least), least, rows, strict=True)
-    ]
+    task = _Task.check(
+        scores,
+        n_keep=n_keep,
+        window=window,
+        pool=pool,
+        kernel_size=kernel_size,
+        pool_scope=pool_scope,
+        sinks=sinks,
+        protect=protect,
+        allocation=allocation,
+        lengths=lengths,
+        forced_tail=forced_tail,
+        layer=layer,
+        shared=shared,
+    )
+    return _order(scores, task, rank)
 
-    if shared or isinstance(rule, Shared):
+
+class _Task(NamedTuple):
+    """A selection's checked arguments, as numbers the host knows."""
+
+    rule: AllocationRule
+    shared: bool
+    pool: Pool
+    kernel_size: int
+    stop: int  # keys before it are pooled
+    rows: list[int]  # real keys of each batch row
+    padded: list[int] | None  # the same, or None when nothing is padded
+    spans: list[tuple[Span, ...]]  # always-kept positions of each row
+    fixed: list[int]  # how many those are
+    n_keep: list[int]
+    tails: list[int]  # last keys always kept, of each row
+    sinks: int
+    protect: tuple[Span, ...]
+
+    @classmethod
+    def check(
+        cls,
+        scores: Tensor,
+        *,
+        n_keep: int | Sequence[int],
+        window: int,
+        pool: Pool,
+        kernel_size: int,
+        pool_scope: PoolScope,
+        sinks: int,
+        protect: Sequence[Span],
+        allocation: Allocation | AllocationRule,
+        lengths: Sequence[int] | Tensor | None,
+        forced_tail: int | Sequence[int],
+        layer: tuple[int, int],
+        shared: bool,
+    ) -> _Task:
+        """Raise TypeError or ValueError for an argument out of its range."""
+        if not isinstance(scores, Tensor) or scores.dim() != 3 or not scores.is_floating_point():
+            got = list(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+            raise ValueError(f"scores: expected a floating-point tensor [batch, KV heads, keys], got {got}")
+        expect_int("window", window, at_least=0)
+        expect_int("sinks", sinks, at_least=0)
+        expect_choice("pool", pool, get_args(Pool))
+        expect_choice("pool_scope", pool_scope, get_args(PoolScope))
+        expect_odd("kernel_size", kernel_size)
+        rule = resolve_allocation(allocation)
+        wanted = expect_spans("protect", protect)
+        batch, _, kv_len = scores.shape
+        rows = _row_lengths(lengths, batch, kv_len)
+        forced = _per_row("forced_tail", forced_tail, batch)
+        tails = [max(window, expect_int("forced_tail", n, at_least=0)) for n in forced]
+        spans = [fixed_spans(n, window=tail, sinks=sinks, protect=wanted) for n, tail in zip(rows, tails, strict=True)]
+        fixed = [count(s) for s in spans]
+        counts = [
+            rule.layer_budget(number, always, length, *layer)
+            for number, always, length in zip(_row_counts(n_keep, rows, fixed), fixed, rows, strict=True)
+        ]
+        return cls(
+            rule=rule,
+            shared=shared or isinstance(rule, Shared),
+            pool=pool,
+            kernel_size=kernel_size,
+            stop=kv_len - min(window, kv_len) if pool_scope == "prefix" else kv_len,
+            rows=rows,
+            padded=None if lengths is None else rows,
+            spans=spans,
+            fixed=fixed,
+            n_keep=counts,
+            tails=tails,
+            sinks=sinks,
+            protect=wanted,
+        )
+
+
+def _order(scores: Tensor, task: _Task, rank: Rank | None) -> Order:
+    if task.shared:
         scores = scores.mean(1, keepdim=True)
-    stop = kv_len - min(window, kv_len) if pool_scope == "prefix" else kv_len
-    padded = rows if lengths is not None else None
-    pooled = pool_scores(scores, pool=pool, kernel_size=kernel_size, lengths=padded, stop=stop)
-    protected, pads = _protected(fixed, rows, pooled), _pads(padded, pooled)
+    pooled = pool_scores(scores, pool=task.pool, kernel_size=task.kernel_size, lengths=task.padded, stop=task.stop)
+    protected, pads = _protected(task.spans, task.rows, pooled), _pads(task.padded, pooled)
     pooled = _bounded(pooled, protected, pads)
     if rank is not None:
-        pooled = _bounded(rank(pooled, counts), protected, pads)
-    return Order(layer_shares(pooled) if rule.over_layers else pooled, counts, least, rule)
+        pooled = _bounded(rank(pooled, task.n_keep), protected, pads)
+    return Order(layer_shares(pooled) if task.rule.over_layers else pooled, task.n_keep, task.fixed, task.rule)
+
+
+def _fused_unsupported(scores: Tensor, task: _Task, rank: Rank | None) -> str | None:
+    """Why the fused kernel cannot make this selection, or None when it can."""
+    if not scores.is_cuda:
+        return f"the scores are on {scores.device}, the kernel runs on CUDA"
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed (pip install decantkv[triton])"
+    if task.rule.ragged or task.rule.over_layers:
+        return f"the allocation {task.rule.name!r} compares heads or layers"
+    if rank is not None:
+        return "the method chooses in two stages"
+    if scores.dtype != torch.float32:
+        return f"the scores are {scores.dtype}, not float32"
+    return None
+
+
+def _select_fused(scores: Tensor, task: _Task) -> Kept:
+    """The same choice in one pass of the fused kernel, without the host waiting."""
+    from decantkv import kernels
+
+    batch, heads, kv_len = scores.shape
+    device, most, tail = scores.device, max(task.n_keep), min(task.tails)
+    scores = scores.mean(1, keepdim=True) if task.shared else scores
+    even = min(task.n_keep) == most
+    counts = scores.new_full((batch, scores.shape[1]), most, dtype=torch.int64)
+    if not even:
+        counts = to_device(task.n_keep, device)[:, None].expand_as(counts).contiguous()
+    start = None
+    if task.padded is not None:
+        start = to_device([kv_len - n for n in task.padded], device)
+    forced = None
+    if task.protect or max(task.tails) > tail:  # sinks and the common tail are numbers to the kernel
+        forced = _protected(task.spans, task.rows, scores)[:, 0]
+    indices = kernels.select_topk(
+        scores.contiguous(),
+        most,
+        counts=None if even else counts,
+        start=start,
+        pool="none" if task.kernel_size == 1 else task.pool,
+        kernel_size=task.kernel_size,
+        pool_stop=None if task.stop == kv_len else task.stop,
+        sinks=task.sinks,
+        window=tail,
+        forced=forced,
+    )
+    return Kept(indices.expand(-1, heads, -1), counts.expand(-1, heads), tuple(task.n_keep))
 
 
 def _bounded(scores: Tensor, protected: Tensor, pads: Tensor) -> Tensor:
@@ -259,7 +393,7 @@ def _pads(lengths: Sequence[int] | None, scores: Tensor) -> Tensor:
     position = torch.arange(scores.shape[2], device=scores.device)
     if lengths is None:
         return torch.zeros_like(position, dtype=torch.bool)[None, None]
-    return position < (scores.shape[2] - torch.tensor(lengths, device=scores.device))[:, None, None]
+    return position < (scores.shape[2] - to_device(lengths, scores.device))[:, None, None]
 
 
 def _protected(fixed: list[tuple[Span, ...]], rows: list[int], scores: Tensor) -> Tensor:
@@ -269,4 +403,4 @@ def _protected(fixed: list[tuple[Span, ...]], rows: list[int], scores: Tensor) -
     for row, (spans, length) in enumerate(zip(fixed, rows, strict=True)):
         for start, stop in spans:
             protected[row, 0, kv_len - length + start : kv_len - length + stop] = True
-    return protected.to(scores.device)
+    return move(protected, scores.device)

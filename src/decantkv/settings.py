@@ -118,7 +118,7 @@ class Settings:
         Raises:
             ValueError: the allocation gives heads different numbers where they must share one set.
         """
-        return select(scores, **self._options(scores, win, lengths, layer, shared))
+        return select(scores, **self._options(scores, win, lengths, layer, shared), impl=self.impl)
 
     def order(
         self,
