@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import sys
@@ -23,13 +24,20 @@ app = typer.Typer(
 # click's base of usage errors, which typer brings along from some version on and imports in others
 UsageProblem: Any = typer.BadParameter.__mro__[2]
 
-COMMANDS = ("decantkv.cli.generate", "decantkv.cli.methods")
+COMMANDS = ("decantkv.cli.generate", "decantkv.cli.methods")  # register themselves on `app`
+FUNCTIONS = {"verify": "decantkv.theory.cli", "show": "decantkv.show.cli"}  # a function of that name
+GROUPS = {"eval": "decantkv.eval.cli"}  # an `app` of their own
 
 
+@functools.cache
 def build() -> Any:
-    """The command with all its subcommands; each module registers itself on `app`."""
+    """The command with all its subcommands."""
     for module in COMMANDS:
         importlib.import_module(module)
+    for name, module in FUNCTIONS.items():
+        app.command(name)(getattr(importlib.import_module(module), name))
+    for name, module in GROUPS.items():
+        app.add_typer(importlib.import_module(module).app, name=name)
     return typer.main.get_command(app)
 
 
