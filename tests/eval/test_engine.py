@@ -82,6 +82,10 @@ def test_forced_logits_are_those_of_one_forward_over_prompt_and_continuation(mod
     again = batch.forced_logits([continuation[:1], continuation[:1]])  # rewound: nothing of before is left
     for logits in again:
         torch.testing.assert_close(logits, whole[:1], atol=2e-4, rtol=1e-4)
+    for row in rows:  # alone as well, and beside shorter ones
+        alone = RowBatch(model, [row, row], room=PROMPT).forced_logits([continuation, continuation[:2]])
+        torch.testing.assert_close(alone[0], whole, atol=2e-4, rtol=1e-4)
+        torch.testing.assert_close(alone[1], whole[:2], atol=2e-4, rtol=1e-4)
 
 
 def test_masked_keys_have_no_influence_whatever_they_hold(model, ids, read):

@@ -49,11 +49,11 @@ PRESETS: dict[str, Preset] = {
     "table": Preset("ruler", "4096,8192,16384,32768", ALL, "0.05,0.1,0.3", "aware,agnostic", 50),
     "fidelity": Preset(
         "fidelity",
-        "1024",
+        "512",
         "dropkv,adadropkv,snapkv:shared,snapkv,knorm,streaming,recent,random,quantised-4bit,quantised-2bit",
         "0.05,0.1,0.3",
         "aware,agnostic",
-        12,
+        8,
     ),
     "regression": Preset(
         "niah", "256", "dropkv,snapkv:shared,random", "0.1", "aware,agnostic", 40, likelihood=True

@@ -212,11 +212,17 @@ class Runner:
         """Rows of like size together, as many as memory holds."""
         batch: list[Any] = []
         room = 0
-        for entry in sorted(entries, key=lambda entry: entry[2].stored):
+        apart = self.model.device.type == "cpu"  # where filling up rows that have less to feed costs time
+
+        def order(entry: Any) -> tuple[int, int]:
+            return (len(entry[2].rest) if apart else 0, entry[2].stored)
+
+        for entry in sorted(entries, key=order):
             job, _, row, _, _ = entry
             need = max(room, len(row.rest) + job.sample.max_new_tokens)
             nbytes = row.nbytes(row.stored + need) * (len(batch) + 1)  # the newest is the largest
             wide = bool(batch) and row.stored > max(SMALL, SPREAD * batch[0][2].stored)
+            wide = wide or (apart and bool(batch) and bool(row.rest) != bool(batch[0][2].rest))
             if batch and (wide or nbytes > self.memory // 2 or len(batch) >= self.max_rows):
                 yield batch
                 batch, need = [], len(row.rest) + job.sample.max_new_tokens

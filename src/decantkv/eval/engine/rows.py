@@ -206,11 +206,9 @@ class RowBatch:
         self.rewind()
         out = []
         for r, (row, wanted) in enumerate(zip(self.rows, continuations, strict=True)):
-            if row.rest:
-                out.append(logits[r, keep - len(wanted) :].float())
-            else:
-                own = logits[r, keep - len(wanted) + 1 :].float() if len(wanted) > 1 else logits[r, :0].float()
-                out.append(torch.cat([row.reading.next_logits[None], own]))
+            predicted = len(wanted) if row.rest else len(wanted) - 1  # the others are the prompt's own prediction
+            own = logits[r, logits.shape[1] - predicted :].float()
+            out.append(own if row.rest else torch.cat([row.reading.next_logits[None], own]))
         return out
 
     @torch.no_grad()
