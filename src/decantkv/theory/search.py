@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from decantkv.theory.rows import Rows
 
@@ -51,12 +53,12 @@ def best_subsets(pool: Rows, ks: Sequence[int], *, cap: int = CAP) -> dict[int, 
         raise ValueError(f"k: expected 1 to {m} (the pool's keys), got {list(ks)}")
     low, high = m // 2, m - m // 2
     x_low, x_high = _members(low), _members(high)  # [2^half, half]
-    squared = np.zeros((len(x_high), len(x_low)))
+    squared = torch.zeros(len(x_high), len(x_low), dtype=torch.float64)
     for i in range(pool.num_rows):
-        p = pool.p[i].cpu().numpy()
-        weighted = p[:, None] * pool.residual(i).cpu().numpy()  # [M, Dv]
+        p = pool.p[i].cpu()
+        weighted = p[:, None] * pool.residual(i).cpu()  # [M, Dv]
         _add_squared_shift(squared, x_high @ weighted[low:], x_low @ weighted[:low], x_high @ p[low:], x_low @ p[:low])
-    flat = squared.ravel()  # index = the set's bits, key j at bit j
+    flat = squared.flatten().numpy()  # index = the set's bits, key j at bit j
     best = {}
     for k in ks:
         sets = _sets_of(m, k)
@@ -70,28 +72,24 @@ def best_subsets(pool: Rows, ks: Sequence[int], *, cap: int = CAP) -> dict[int, 
 
 
 def _add_squared_shift(
-    total: np.ndarray, moved_high: np.ndarray, moved_low: np.ndarray, mass_high: np.ndarray, mass_low: np.ndarray
+    total: Tensor, moved_high: Tensor, moved_low: Tensor, mass_high: Tensor, mass_low: Tensor
 ) -> None:
     """Add one row's ‖Δ(S)‖² to `total` [2^high, 2^low], a cache's worth at a time."""
-    own_low, twice_low = (moved_low**2).sum(-1), 2 * moved_low.T
+    own_low, own_high = moved_low.square().sum(-1), moved_high.square().sum(-1, keepdim=True)
+    twice_low = 2 * moved_low.T
     step = max(1, 2**16 // len(mass_low))
     for start in range(0, len(total), step):
         part = slice(start, start + step)
         squared = moved_high[part] @ twice_low
-        squared += (moved_high[part] ** 2).sum(-1)[:, None]
-        squared += own_low
-        np.maximum(squared, 0.0, out=squared)
-        left = (1 - mass_high[part])[:, None] - mass_low
-        np.maximum(left, 1e-100, out=left)
-        squared /= left
-        squared /= left
-        total[part] += squared
+        squared.add_(own_high[part]).add_(own_low).clamp_(min=0.0)
+        left = ((1 - mass_high[part])[:, None] - mass_low).clamp_(min=1e-100)
+        total[part] += squared.div_(left).div_(left)
 
 
 @lru_cache(maxsize=32)
-def _members(n: int) -> np.ndarray:
+def _members(n: int) -> Tensor:
     """[2^n, n] float64: row s holds the bits of s."""
-    return (np.arange(2**n)[:, None] >> np.arange(n) & 1).astype(float)
+    return (torch.arange(2**n)[:, None] >> torch.arange(n) & 1).double()
 
 
 @lru_cache(maxsize=64)
