@@ -64,7 +64,8 @@ def hiding(model: PreTrainedModel, kept: dict[int, Tensor]) -> Iterator[None]:
             if layer not in kept or key.shape[2] <= kept[layer].shape[2] or kw.get("sliding_window"):
                 return original(module, query, key, value, mask, *args, **kw)
             length = kept[layer].shape[2]
-            later = torch.ones(new, key.shape[2] - length, dtype=torch.bool).tril(key.shape[2] - length - new)
+            later = torch.ones(new, key.shape[2] - length, dtype=torch.bool, device=key.device)
+            later = later.tril(key.shape[2] - length - new)
             hidden = kept[layer].expand(query.shape[0], -1, -1)
             hidden = hidden if key.shape[1] % hidden.shape[1] == 0 else hidden[:, :1]
             seen = torch.cat([hidden[:, :, None].expand(-1, -1, new, -1), later.expand(*hidden.shape[:2], -1, -1)], -1)
