@@ -33,7 +33,7 @@ def run(win, quantity="perturbation", reduce="sum", *, keys=64, per_split=128):
         )  # fmt: skip
 
 
-class poisoned:  # noqa: N801 - reads as a statement
+class poisoned:
     """torch.empty returns NaN (floats) or a huge number (integers) while open."""
 
     def __enter__(self):

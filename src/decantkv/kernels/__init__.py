@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from decantkv.kernels import ops
+from decantkv.kernels.compaction import POOLS, launch_gather, launch_select
 from decantkv.kernels.launch import MAX_DIM, launch_scores
 from decantkv.kernels.primitives import INTERPRETED
-from decantkv.kernels.compaction import POOLS, launch_gather, launch_select
 
 __all__ = ["INTERPRETED", "MAX_DIM", "gather_kv", "select_topk", "window_scores"]
 

@@ -122,7 +122,7 @@ def attend_split(
     tl.store(p_part + 3 * ROWS + r, top.to(tl.float32, bitcast=True))
 
 
-@triton.jit(do_not_specialize=["n_keys", "keys_per_split", "n_splits"])
+@triton.jit(do_not_specialize=["n_keys", "keys_per_split", "n_splits", "H"])
 def attend_kernel(
     p_q, p_k, p_v, p_part, p_start,
     n_keys, keys_per_split, n_splits, scale, cap2,
@@ -227,7 +227,7 @@ def merge_row(
     tl.store(p_rows + ROWS * WIDTH + i_row, lse2)
 
 
-@triton.jit(do_not_specialize=["n_splits"])
+@triton.jit(do_not_specialize=["n_splits", "H"])
 def merge_kernel(
     p_v, p_part, p_sink, p_rows,
     n_splits, svb, svh, svn,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+
 @dataclass(frozen=True)
 class Device:
     """What the choice of blocks depends on.
@@ -16,11 +17,14 @@ class Device:
         backend: "cuda", "hip" or "cpu" (Triton's interpreter).
         processors: multiprocessors (compute units).
         shared_bytes: shared memory one program may use.
+        warpgroups: matrix instructions of whole warpgroups read shared memory (Hopper), so that operands need no
+            registers.
     """
 
     backend: str
     processors: int
     shared_bytes: int
+    warpgroups: bool = False
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,7 @@ def row_tile(dim: int, v_dim: int, itemsize: int, device: Device) -> int:
     """The most rows a program holds at once without spilling registers; more are taken in turn."""
     if itemsize == 4:  # the exact float32 dot is three tf32 products
         return 16
-    return 64 if max(padded_dim(dim), padded_dim(v_dim)) <= 128 and device.backend != "hip" else 32
+    return 64 if max(padded_dim(dim), padded_dim(v_dim)) <= 128 and device.warpgroups else 32
 
 
 def padded_rows(rows: int, tile: int) -> int:
@@ -74,7 +78,7 @@ def attend_blocks(rows: int, dim: int, v_dim: int, itemsize: int, device: Device
     bd, bdv = padded_dim(dim), padded_dim(v_dim)
     if itemsize == 4:
         keys, warps = 16, 8
-    elif block > 32 or max(bd, bdv) > 128 or not bf16:
+    elif block > 32 or max(bd, bdv) > 128 or not bf16 or not device.warpgroups:
         keys, warps = 32, 8
     else:
         keys, warps = 64, 4
@@ -88,7 +92,8 @@ def score_blocks(
     tile = row_tile(dim, v_dim, itemsize, device)
     block = min(padded_rows(rows, tile), tile)
     bd, bdv = padded_dim(dim), padded_dim(v_dim)
-    narrow = itemsize == 4 or max(bd, bdv) > 128 or rows > tile or (one_pass and (block > 32 or not bf16))
+    narrow = itemsize == 4 or max(bd, bdv) > 128 or rows > tile 
+    narrow = narrow or (one_pass and (block > 32 or not bf16 or not device.warpgroups))
     row_bytes = (bd + 2 * bdv) * itemsize * (2 if rows > tile else 1)
     warps = 4 if block <= 32 and not narrow else 8
     return _fit(block, 32 if narrow else 64, row_bytes, (bd + bdv) * itemsize, warps, 3, device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,7 +46,9 @@ def device_of(device: torch.device) -> Device:
         return Device("cpu", 2, 1 << 20)
     properties = torch.cuda.get_device_properties(device)
     shared = getattr(properties, "shared_memory_per_block_optin", 65536)
-    return Device("hip" if torch.version.hip else "cuda", properties.multi_processor_count, shared)
+    if torch.version.hip:
+        return Device("hip", properties.multi_processor_count, shared)
+    return Device("cuda", properties.multi_processor_count, shared, warpgroups=properties.major == 9)
 
 
 @functools.lru_cache(maxsize=1024)

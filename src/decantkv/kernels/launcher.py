@@ -25,14 +25,14 @@ class Launch:
 
     __slots__ = ("_compiled", "_constants", "_kernel", "_options", "_values")
 
-    def __init__(self, kernel: Any, constants: dict[str, Any], *, warps: int, stages: int = 1) -> None:  # noqa: ANN401 - Triton ships no types
+    def __init__(self, kernel: Any, constants: dict[str, Any], *, warps: int, stages: int = 1) -> None:
         self._kernel = kernel
         self._constants = constants
         self._values = tuple(constants.values())
         self._options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
         self._compiled: tuple[Any, Any, Any] | None = None
 
-    def __call__(self, grid: tuple[int, int, int], stream: int, *args: Any) -> None:  # noqa: ANN401 - tensors and numbers
+    def __call__(self, grid: tuple[int, int, int], stream: int, *args: Any) -> None:
         """Launch on the current device and its current `stream`; constants follow `args` in the signature's order."""
         if self._compiled is not None:
             run, function, metadata = self._compiled

@@ -191,7 +191,7 @@ def score_split(
         tl.store(p_part + ROWS * BDV + ROWS + r, tl.max(hot, 0).to(tl.float32, bitcast=True))
 
 
-@triton.jit(do_not_specialize=["n_keys", "keys_per_split", "n_splits"])
+@triton.jit(do_not_specialize=["n_keys", "keys_per_split", "n_splits", "H"])
 def score_kernel(
     p_q, p_k, p_v, p_out, p_lse, p_rows, p_score, p_part, p_start,
     n_keys, keys_per_split, n_splits, scale, cap2,
@@ -211,7 +211,7 @@ def score_kernel(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["n_splits"])
+@triton.jit(do_not_specialize=["n_splits", "H"])
 def dominant_cost_kernel(
     p_v, p_part, p_lse, p_sink, p_cost,
     n_splits, svb, svh, svn,

@@ -16,7 +16,6 @@ FILLER = -1
 _FILLER = tl.constexpr(FILLER)
 DIGIT_BINS = 256  # a histogram's cost grows with its bins: four digits of 8 bits beat three of 11
 _BINS = tl.constexpr(DIGIT_BINS)
-_FINITE_MAX = tl.constexpr(3.4028234663852886e38)
 
 
 @triton.jit
@@ -40,8 +39,8 @@ def pooled_order(n, i_row, i_b, p_score, p_forced, start, n_keys, pool_stop, hea
         if POOL == _AVG_POOL:
             pooled = tl.div_rn(pooled, tl.full(x.shape, KERNEL, tl.float32))
         x = tl.where(n < pool_stop, pooled, x)
-    x = tl.minimum(tl.maximum(x, -_FINITE_MAX), _FINITE_MAX) + 0.0  # −0 and +0 tie
-    bits = x.to(tl.uint32, bitcast=True)
+    # adding 0 makes −0 and +0 tie
+    bits = (x + 0.0).to(tl.uint32, bitcast=True)
     order = tl.where((bits >> 31) != 0, ~bits, bits | 0x80000000)
     keep = (n < start + head) | (n >= n_keys - tail)
     if FORCED:
@@ -67,7 +66,7 @@ def row_need(i_row, p_need, need, start, n_keys, PER_ROW: tl.constexpr):
     return tl.minimum(need, n_keys - start)
 
 
-@triton.jit(do_not_specialize=["n_keys", "need", "n_slots", "pool_stop", "head", "tail"])
+@triton.jit(do_not_specialize=["n_keys", "need", "n_slots", "pool_stop", "head", "tail", "H"])
 def select_row_kernel(
     p_score, p_forced, p_start, p_need, p_index,
     n_keys, need, n_slots, pool_stop, head, tail, H,
@@ -103,7 +102,7 @@ def select_row_kernel(
     tl.store(p_index + n, tl.full([BN], _FILLER, tl.int64), mask=n < n_slots - need)
 
 
-@triton.jit(do_not_specialize=["n_keys", "pool_stop", "head", "tail"])
+@triton.jit(do_not_specialize=["n_keys", "pool_stop", "head", "tail", "H"])
 def order_kernel(
     p_score, p_forced, p_start, p_order, p_bins,
     n_keys, pool_stop, head, tail, H,
@@ -144,7 +143,7 @@ def threshold_so_far(i_row, p_bins, need, DIGITS: tl.constexpr):
     return prefix, need
 
 
-@triton.jit(do_not_specialize=["n_keys", "need"])
+@triton.jit(do_not_specialize=["n_keys", "need", "H"])
 def digit_kernel(p_order, p_bins, p_start, p_need, n_keys, need, H,
                  PADDED: tl.constexpr, PER_ROW: tl.constexpr, DIGIT: tl.constexpr, BN: tl.constexpr):  # fmt: skip
     """Grid (chunks, B·H): count digit 1, 2 or 3 of the keys that share the earlier ones."""
@@ -164,7 +163,7 @@ def digit_kernel(p_order, p_bins, p_start, p_need, n_keys, need, H,
         count_digits(digits.to(tl.int32), alive, p_bins)
 
 
-@triton.jit(do_not_specialize=["n_keys", "need", "n_chunks"])
+@triton.jit(do_not_specialize=["n_keys", "need", "n_chunks", "H"])
 def count_kernel(p_order, p_bins, p_start, p_need, p_count, n_keys, need, n_chunks, H,
                  PADDED: tl.constexpr, PER_ROW: tl.constexpr, BN: tl.constexpr):  # fmt: skip
     """Grid (chunks, B·H): how many keys of a chunk lie above the threshold and on it; and the threshold itself."""
@@ -186,7 +185,7 @@ def count_kernel(p_order, p_bins, p_start, p_need, p_count, n_keys, need, n_chun
         tl.store(p_count + 2 * n_chunks + 1, missing)
 
 
-@triton.jit(do_not_specialize=["n_keys", "need", "n_chunks", "n_slots"])
+@triton.jit(do_not_specialize=["n_keys", "need", "n_chunks", "n_slots", "H"])
 def compact_kernel(p_order, p_start, p_need, p_count, p_index, n_keys, need, n_chunks, n_slots, H,
                    PADDED: tl.constexpr, PER_ROW: tl.constexpr, BC: tl.constexpr, BN: tl.constexpr):  # fmt: skip
     """Grid (chunks, B·H): write the taken indices in order, filler on the left."""
@@ -216,7 +215,7 @@ def compact_kernel(p_order, p_start, p_need, p_count, p_index, n_keys, need, n_c
             tl.store(p_index + s, tl.full([BN], _FILLER, tl.int64), mask=s < n_slots - need)
 
 
-@triton.jit(do_not_specialize=["n_slots"])
+@triton.jit(do_not_specialize=["n_slots", "H"])
 def gather_kernel(
     p_k, p_v, p_index, p_k_kept, p_v_kept, n_slots, H,
     skb, skh, skn, svb, svh, svn, kkb, kkh, kkn, vkb, vkh, vkn,

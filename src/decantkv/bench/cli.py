@@ -1,0 +1,118 @@
+"""`decantkv bench`: speeds with their circumstances, and none on a red gate."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from decantkv.bench.rows import Row, read, write
+
+app = typer.Typer(help="Measure the evict step on this GPU.", no_args_is_help=True)
+
+Json = Annotated[bool, typer.Option("--json", help="One JSON object a line instead of a table.")]
+Out = Annotated[Path | None, typer.Option(help="Also write the rows to this file.")]
+Lengths = Annotated[str, typer.Option(help="Prompt lengths, comma-separated.")]
+
+
+@app.command()
+def score(
+    lengths: Lengths = "4096,32768,131072",
+    variants: Annotated[bool, typer.Option(help="Also other windows, groups, head sizes and batches.")] = False,
+    rivals: Annotated[bool, typer.Option(help="Also torch's implementations and kvpress.")] = True,
+    seed: int = 0,
+    as_json: Json = False,
+    out: Out = None,
+) -> None:
+    """Scoring, selection and compaction of one layer."""
+    need_gpu()
+    from decantkv.bench.gate import RedGateError
+    from decantkv.bench.score import LLAMA_8B, VARIANTS, measure
+
+    rows: list[Row] = []
+    try:
+        for geometry in (LLAMA_8B, *(VARIANTS if variants else ())):
+            everyone = rivals and geometry is LLAMA_8B
+            rows += measure(geometry, parsed(lengths), seed=seed, all_contenders=everyone)
+    except RedGateError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from error
+    show(rows, as_json, out)
+
+
+@app.command()
+def prefill(
+    lengths: Lengths = "4096,32768,131072",
+    geometries: Annotated[str, typer.Option(help="Of llama-3.1-8b, qwen2.5-7b, mistral-7b, comma-separated.")] = "llama-3.1-8b",
+    impls: Annotated[str, typer.Option(help="Implementations, comma-separated.")] = "triton",
+    budget: float = 0.05,
+    as_json: Json = False,
+    out: Out = None,
+) -> None:
+    """Time to first token of a random-weight model, with and without eviction."""
+    need_gpu()
+    from decantkv.bench.gate import RedGateError
+    from decantkv.bench.prefill import measure
+
+    rows: list[Row] = []
+    try:
+        for name in geometries.split(","):
+            rows += measure(name.strip(), parsed(lengths), impls=tuple(impls.split(",")), budget=budget)
+    except RedGateError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from error
+    show(rows, as_json, out)
+
+
+@app.command()
+def plot(rows: Path, image: Path) -> None:
+    """Draw committed rows of `bench score`; nothing but the file is read."""
+    from decantkv.bench.plot import draw
+
+    draw(read(rows), image)
+
+
+def parsed(lengths: str) -> list[int]:
+    """Numbers from "4096,32768"."""
+    try:
+        numbers = [int(part) for part in lengths.split(",")]
+    except ValueError:
+        raise ValueError(f"lengths: expected numbers separated by commas, got {lengths!r}") from None
+    if min(numbers) < 64:
+        raise ValueError(f"lengths: expected prompts of 64 tokens or more, got {min(numbers)}")
+    return numbers
+
+
+def need_gpu() -> None:
+    """Say so at once where there is nothing to measure."""
+    if not torch.cuda.is_available():
+        raise ValueError("bench: expected a CUDA device, got none")
+
+
+def show(rows: list[Row], as_json: bool, out: Path | None) -> None:
+    """Print rows and, where asked, keep them."""
+    if out is not None:
+        write(out, rows)
+    if as_json:
+        for row in rows:
+            typer.echo(json.dumps(row, sort_keys=True))
+        return
+    table = Table("geometry", "keys", "step", "contender", "GPU µs p50", "wall µs p50", "of roofline", "scratch MB")
+    for row in rows:
+        if "left_out" in row:
+            cells = [row["left_out"], "", "", ""]
+        else:
+            share, scratch = row.get("share_of_roof"), row.get("scratch_bytes")
+            cells = [
+                f"{row['gpu_us']['p50']:,.1f}" if "gpu_us" in row else "",
+                f"{row['wall_us']['p50']:,.0f}",
+                f"{share:.0%}" if share else "",
+                f"{scratch / 1e6:,.1f}" if scratch is not None else "",
+            ]
+        table.add_row(row["geometry"]["name"], f"{row['kv_len']:,}", row["step"], row["contender"], *cells)
+    Console(width=140).print(table)
