@@ -33,8 +33,11 @@ __all__ = [
     "cache_argument",
     "cache_bytes",
     "check_model",
+    "decide",
+    "defer",
     "deferred",
     "gather",
+    "give_up",
     "new_recorder",
     "replace_layers",
     "text_config",
@@ -135,16 +138,34 @@ def deferred(cache: DynamicCache) -> Iterator[None]:
     Until then all of the prompt is held. For loops that feed chunks by hand; under `attach`, `generate` with a
     `prefill_chunk_size` does this by itself.
     """
-    layers = [layer for layer in cache.layers if isinstance(layer, PromptLayer)]
-    for layer in layers:
-        layer.deferred = layer.store is None
+    defer(cache)
     try:
         yield
-        for layer in layers:
-            layer.finish()
+        decide(cache)
     finally:
-        for layer in layers:
-            layer.deferred = False
+        give_up(cache)
+
+
+def defer(cache: DynamicCache) -> None:
+    """A prompt may come in chunks from now on; what to keep is decided by `decide`."""
+    for layer in _prompt_layers(cache):
+        layer.deferred = layer.store is None
+
+
+def decide(cache: DynamicCache) -> None:
+    """The prompt's last chunk is in."""
+    for layer in _prompt_layers(cache):
+        layer.finish()
+
+
+def give_up(cache: DynamicCache) -> None:
+    """No more chunks are to come, whether or not it was decided what to keep."""
+    for layer in _prompt_layers(cache):
+        layer.deferred = False
+
+
+def _prompt_layers(cache: DynamicCache) -> list[PromptLayer]:
+    return [layer for layer in cache.layers if isinstance(layer, PromptLayer)]
 
 
 def new_recorder(settings: Settings) -> Recorder:

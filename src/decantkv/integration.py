@@ -16,7 +16,8 @@ from transformers.cache_utils import DynamicCache
 from decantkv import interface
 from decantkv.allocation import AllocationRule
 from decantkv.budget import Budget
-from decantkv.cache import EvictingCache, cache_argument, check_model, deferred, new_recorder
+from decantkv.cache import EvictingCache, cache_argument, check_model, decide, defer, deferred, give_up, new_recorder
+from decantkv.generating import check_chunks, first_the_prompt, is_chunked, number_chunk, refuse_continuous_batching
 from decantkv.interface import Hold, not_understood
 from decantkv.methods import Method
 from decantkv.options import Allocation, Impl, Span
@@ -125,11 +126,11 @@ class _Attachment:
         ]
         self._overridden: list[str] = []
         self._override(model, "_prepare_cache_for_generation", self._prepare_cache)
-        self._override(model, "_get_candidate_generator", _first_the_prompt)
-        for name in ("_prefill", "_prefill_chunking"):  # the second until transformers 4.57
-            self._override(model, name, self._defer_chunks)
+        self._override(model, "_get_candidate_generator", first_the_prompt)
+        self._override(model, "_prefill", self._defer_chunks)
+        self._override(model, "_prefill_chunking", self._defer_all_but_one)  # until transformers 4.57
         for name in ("generate_batch", "init_continuous_batching"):
-            self._override(model, name, _refuse_continuous_batching)
+            self._override(model, name, refuse_continuous_batching)
         self._prefill = threading.local()
 
     def _override(self, model: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -177,14 +178,44 @@ class _Attachment:
         """`generate` reads a prompt here, in chunks when asked to: eviction waits for the last of them."""
 
         def prefill_in_chunks(*args: Any, **kwargs: Any) -> Any:
-            cache = next((a[self._name] for a in (*args, kwargs) if isinstance(a, dict) and self._name in a), None)
-            chunked = any(getattr(a, "prefill_chunk_size", None) for a in (*args, *kwargs.values()))
-            if not chunked or not isinstance(cache, DynamicCache):
+            cache = self._cache_among(args, kwargs)
+            if cache is None or not is_chunked(args, kwargs):
                 return prefill(*args, **kwargs)
-            with deferred(cache):
-                return prefill(*args, **kwargs)
+            check_chunks(cache)
+            self._prefill.chunked = True
+            try:
+                with deferred(cache):
+                    return prefill(*args, **kwargs)
+            finally:
+                self._prefill.chunked = False
 
         return prefill_in_chunks
+
+    def _defer_all_but_one(self, prefill: Callable[..., Any]) -> Callable[..., Any]:
+        """As `_defer_chunks` where the prompt's last token is left to the forward that follows."""
+
+        def prefill_in_chunks(*args: Any, **kwargs: Any) -> Any:
+            cache = self._cache_among(args, kwargs)
+            if cache is None:
+                return prefill(*args, **kwargs)
+            check_chunks(cache)
+            self._prefill.chunked = True
+            defer(cache)
+            try:
+                out = prefill(*args, **kwargs)
+            except BaseException:
+                give_up(cache)
+                raise
+            finally:
+                self._prefill.chunked = False
+            self._prefill.last_token = cache
+            return out
+
+        return prefill_in_chunks
+
+    def _cache_among(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DynamicCache | None:
+        caches = [a[self._name] for a in (*args, kwargs) if isinstance(a, dict) and self._name in a]
+        return next((cache for cache in caches if isinstance(cache, DynamicCache)), None)
 
     def _before_forward(self, decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         interface.forget()
@@ -196,6 +227,8 @@ class _Attachment:
             cache.layers = run.new_cache().layers  # generate and the caller hold this very object
         if isinstance(cache, DynamicCache) and cache.get_seq_length() == 0:
             self._prefill.stop = run.recorder.stopwatch.start("prefill", _device_of(decoder))
+        if getattr(self._prefill, "chunked", False) and isinstance(cache, DynamicCache):
+            number_chunk(kwargs, cache)
         return args, kwargs
 
     def _after_forward(self, decoder: nn.Module, args: Any, output: Any) -> None:
@@ -204,60 +237,14 @@ class _Attachment:
         self._prefill.stop = None
         if stop is not None:
             stop()
+        last_token = getattr(self._prefill, "last_token", None)
+        if last_token is not None:
+            self._prefill.last_token = None
+            if output is not None:
+                decide(last_token)
+            give_up(last_token)
         if waiting is not None and output is not None:
             raise not_understood(waiting.layer_idx, type(decoder).__name__)
-
-
-def _first_the_prompt(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Assisted decoding would read prompt and first draft in one forward; the prompt alone comes first instead.
-
-    So eviction sees the prompt as it is, and the first draft is checked against what was kept.
-    """
-
-    def make_generator(**kwargs: Any) -> Any:
-        generator = make(**kwargs)
-        # a generator that wants the model's outputs has none to look at before the prompt
-        return generator if getattr(generator, "requires_model_outputs", False) else _PromptFirst(make, kwargs)
-
-    return make_generator
-
-
-class _PromptFirst:
-    """A candidate generator that proposes nothing at first, and is made when the prompt has been read."""
-
-    requires_model_outputs = False
-
-    def __init__(self, make: Callable[..., Any], kwargs: dict[str, Any]) -> None:
-        self._make, self._kwargs = make, kwargs
-        self._generator: Any = None
-        self._asked = False
-
-    def get_candidates(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Nothing the first time; afterwards what the generator proposes for prompt and answer so far."""
-        if not self._asked:
-            self._asked = True
-            return input_ids, None
-        if self._generator is None:
-            # transformers has carried masks and positions forward in the dictionary it once handed over
-            self._generator = self._make(**{**self._kwargs, "input_ids": input_ids, "inputs_tensor": input_ids})
-        return self._generator.get_candidates(input_ids, *args, **kwargs)
-
-    def update_candidate_strategy(self, *args: Any, **kwargs: Any) -> None:
-        """Tell the generator how its drafts fared."""
-        if self._generator is not None:
-            self._generator.update_candidate_strategy(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._generator, name)
-
-
-def _refuse_continuous_batching(method: Callable[..., Any]) -> Callable[..., Any]:
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise ValueError(
-            "continuous batching: expected generate() beside attach, got a paged cache, which eviction cannot reach"
-        )
-
-    return refuse
 
 
 def _device_of(module: nn.Module) -> torch.device:
