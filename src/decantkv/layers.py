@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+from transformers.cache_utils import CacheLayerMixin
 
 from decantkv import interface
+from decantkv.buffers import SlackStore
 from decantkv.interface import AttentionCall, not_understood
 from decantkv.masks import PromptMask, hide_filler, read_prompt_mask, refit
 from decantkv.needs import output_projection
@@ -45,7 +46,8 @@ class PromptLayer(CacheLayerMixin):
 
     def __init__(self, layer_idx: int, cache_id: int, rows: int) -> None:
         self.layer_idx, self.cache_id, self.rows = layer_idx, cache_id, rows
-        self.store: DynamicLayer | None = None
+        self.store: SlackStore | None = None
+        self.reserve = 0  # new tokens that will come, where the caller said so
         self.prompt: tuple[Tensor, Tensor] | None = None
         self.valid: Tensor | None = None  # [B, 1 or H, K] bool; None while every kept slot holds a token
         self.logical = 0
@@ -100,7 +102,7 @@ class PromptLayer(CacheLayerMixin):
             self.logical = key_states.shape[-2]
             return self.prompt
         if self.store is None:  # a prompt of one token: nothing to choose from
-            self.store = DynamicLayer()
+            self.store = SlackStore(key_states[:, :, :0], value_states[:, :, :0], reserve=self.reserve)
         self.logical += key_states.shape[-2]
         if self.valid is not None or self.uneven or self.kept is not None:
             interface.expect(self)
@@ -200,10 +202,7 @@ class PromptLayer(CacheLayerMixin):
 
     def fill(self, keys: Tensor, values: Tensor) -> None:
         """Make keys [B, H, K, D] and values [B, H, K, Dv] the layer's storage, without another copy."""
-        self.store = DynamicLayer()
-        self.store.is_initialized = True
-        self.store.dtype, self.store.device = keys.dtype, keys.device
-        self.store.keys, self.store.values = keys, values
+        self.store = SlackStore(keys, values, reserve=self.reserve)
 
     def _prompt(self) -> tuple[Tensor, Tensor]:
         if self.prompt is None:
@@ -240,7 +239,7 @@ class PromptLayer(CacheLayerMixin):
                 f"crop: expected to remove at most the {self.stored - kept} tokens after the evicted prompt, "
                 f"got {remove}"
             )
-        self.store.keys, self.store.values = self.store.keys[..., :-remove, :], self.store.values[..., :-remove, :]
+        self.store.crop(remove)
         self.logical -= remove
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -257,7 +256,7 @@ class PromptLayer(CacheLayerMixin):
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> None:
         if self.store is not None:
-            self.store.keys, self.store.values = change(self.store.keys), change(self.store.values)
+            self.store.each(change)
         if self.valid is not None:
             self.valid = change(self.valid)
         if self.kept is not None:
@@ -280,7 +279,7 @@ class PromptLayer(CacheLayerMixin):
 
     def tensors(self) -> list[Tensor]:
         """Everything the layer holds in memory for keys and values."""
-        return [x for x in self._tensors() if x is not None]
+        return list(self.prompt or ()) if self.store is None else self.store.buffers()
 
 
 class EvictingLayer(PromptLayer):
@@ -338,11 +337,11 @@ class EvictingLayer(PromptLayer):
         place = torch.arange(self.logical - slots, self.logical, device=kept.indices.device)
         ahead = torch.where(kept.valid(), place - kept.indices, 0)  # [B, H, K]
         keys = self.store.keys
-        self.store.keys = rotate(keys.flatten(0, 1)[:, None], ahead.flatten(0, 1)).view_as(keys)
+        self.fill(rotate(keys.flatten(0, 1)[:, None], ahead.flatten(0, 1)).view_as(keys), self.store.values)
 
     def store_tensors(self) -> list[Tensor]:
         """Keys and values of the kept tokens."""
-        return [] if self.store is None else [self.store.keys, self.store.values]
+        return [] if self.store is None else self.store.buffers()
 
     def _choose(self, call: AttentionCall, seen: PromptMask, rows: int) -> Kept:
         keys, _ = self._prompt()

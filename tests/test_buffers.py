@@ -1,0 +1,98 @@
+"""Buffers with slack: written in place, grown in steps, honest about their bytes."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import decantkv
+from decantkv.buffers import ROOM, SlackStore
+from decantkv.cache import cache_argument
+from tests import tiny
+from tests.judge import evicted_and_judged, logits_with
+
+
+def tokens(number, batch=2):
+    return torch.randn(batch, 3, number, 4), torch.randn(batch, 3, number, 6)
+
+
+def test_a_store_is_the_concatenation_of_what_it_was_given():
+    torch.manual_seed(0)
+    parts = [tokens(n) for n in (5, 1, 1, ROOM - 2, 1, 3 * ROOM, 1)]
+    store = SlackStore(*parts[0])
+    for i, part in enumerate(parts[1:], start=2):
+        keys, values = store.update(*part)
+        assert torch.equal(keys, torch.cat([k for k, _ in parts[:i]], 2))
+        assert torch.equal(values, torch.cat([v for _, v in parts[:i]], 2))
+    store.crop(7)
+    assert torch.equal(store.keys, torch.cat([k for k, _ in parts], 2)[:, :, :-7])
+    whole = store.keys.clone()
+    store.each(lambda x: x.flip(0))
+    assert torch.equal(store.keys, whole.flip(0))
+    assert store.capacity == store.length
+
+
+def test_slack_is_taken_at_the_first_new_token_and_then_not_again():
+    store = SlackStore(*tokens(5))
+    assert store.capacity == 5
+    store.update(*tokens(1))
+    assert store.capacity == 5 + ROOM
+    place = [x.data_ptr() for x in store.buffers()]
+    for _ in range(ROOM - 1):
+        store.update(*tokens(1))
+    assert [x.data_ptr() for x in store.buffers()] == place
+    store.update(*tokens(1))
+    assert store.capacity == 5 + 2 * ROOM
+    announced = SlackStore(*tokens(5), reserve=300)
+    announced.update(*tokens(1))
+    assert (announced.capacity, announced.reserve) == (305, 299)
+
+
+def test_bytes_count_the_slack_and_decoding_concatenates_nothing(monkeypatch):
+    model = tiny.llama()
+    cache = decantkv.EvictingCache(model, budget=0.1)
+    logits_with(model, cache, {"input_ids": tiny.prompt(150)}, [])
+    per_token = 3 * 2 * 2 * 8 * 4  # layers, K and V, heads, head_dim, fp32
+    assert cache.nbytes() == 15 * per_token
+    name, step = cache_argument(model), torch.tensor([[7]])
+    with torch.no_grad():
+        model(step, **{name: cache})
+        assert cache.nbytes() == (15 + ROOM) * per_token
+        places = [x.data_ptr() for layer in cache.layers for x in layer.tensors()]
+        joined, cat = [], torch.cat
+
+        def watched(parts, *args, **kwargs):
+            joined.append(parts[0].shape)
+            return cat(parts, *args, **kwargs)
+
+        monkeypatch.setattr(torch, "cat", watched)
+        model(step, **{name: cache})
+    assert [x.data_ptr() for layer in cache.layers for x in layer.tensors()] == places
+    assert not [shape for shape in joined if len(shape) == 4 and shape[2] > 1], "no cache is copied"
+
+
+def test_longer_than_the_slack_still_equals_the_judge():
+    steps = [torch.full((1, 60), 7), *[torch.tensor([[3 + i]]) for i in range(5)], torch.full((1, 90), 9)]
+    evicted, judged, cache = evicted_and_judged(tiny.llama(), {"input_ids": tiny.prompt(150)}, steps, budget=0.1)
+    torch.testing.assert_close(evicted, judged, rtol=0, atol=1e-5)
+    assert cache.layers[0].stored == 15 + 155
+
+
+@pytest.mark.parametrize("length", [1, 2, 150])
+def test_crop_copy_and_go_on(length):
+    model = tiny.llama()
+    cache, name = decantkv.EvictingCache(model, budget=0.2), cache_argument(model)
+    logits_with(model, cache, {"input_ids": tiny.prompt(length)}, [])
+
+    def step(where, token):
+        with torch.no_grad():
+            return model(torch.tensor([[token]]), **{name: where}).logits
+
+    fork = copy.deepcopy(cache)
+    first, second = step(cache, 5), step(cache, 6)
+    step(fork, 50)
+    fork.crop(-1)
+    assert torch.equal(step(fork, 5), first), "what was cropped is overwritten"
+    assert torch.equal(step(fork, 6), second)
