@@ -42,9 +42,12 @@ def plainly(model, ids, cut, policy):
     x = torch.tensor([ids])
     options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": 10**6, "pad_token_id": 0}
     chosen = policy.settings("0.3")
-    with torch.no_grad(), decantkv.attach(
-        model, chosen.method, budget=chosen.budget, allocation=chosen.allocation, sinks=chosen.sinks
-    ) as run:
+    with (
+        torch.no_grad(),
+        decantkv.attach(
+            model, chosen.method, budget=chosen.budget, allocation=chosen.allocation, sinks=chosen.sinks
+        ) as run,
+    ):
         cache = run.new_cache()
         if cut < len(ids):
             model(x[:, :cut], past_key_values=cache, use_cache=True)

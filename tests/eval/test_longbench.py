@@ -7,7 +7,11 @@ import pytest
 from decantkv.eval.longbench.load import Record, cut_middle, load_records, samples, unwrap
 from decantkv.eval.longbench.tasks import TASKS
 
-SHOTS = {"trec": "Question: who ?\nType:", "triviaqa": "Passage:\nA b.\nQuestion:\nWho?\nAnswer:\n", "samsum": "Dialogue: A: hi\nSummary: "}
+SHOTS = {
+    "trec": "Question: who ?\nType:",
+    "triviaqa": "Passage:\nA b.\nQuestion:\nWho?\nAnswer:\n",
+    "samsum": "Dialogue: A: hi\nSummary: ",
+}
 
 
 def whole(task, context, question):
@@ -60,7 +64,10 @@ def test_files_in_both_forms_are_found_in_a_folder(tmp_path):
     row = {"context": "c", "input": "i", "answers": ["a"], "all_classes": None}
     (tmp_path / "hotpotqa.jsonl").write_text(json.dumps(row) + "\n\n" + json.dumps(row) + "\n")
     assert load_records(tmp_path, "hotpotqa") == [Record("c", "i", ("a",))] * 2
-    entry = {"origin_prompt": whole("trec", "Q\nType: A", SHOTS["trec"]), "gold": {"answers": ["A"], "all_classes": ["A"]}}
+    entry = {
+        "origin_prompt": whole("trec", "Q\nType: A", SHOTS["trec"]),
+        "gold": {"answers": ["A"], "all_classes": ["A"]},
+    }
     (tmp_path / "Mini_trec.json").write_text(json.dumps({"0": entry}))
     assert load_records(tmp_path, "trec") == [Record("Q\nType: A", SHOTS["trec"], ("A",), ("A",))]
 
@@ -78,7 +85,7 @@ def test_broken_files_name_the_line(tmp_path):
         load_records(tmp_path, "lcc")
     with pytest.raises(ValueError, match="no such file"):
         load_records(tmp_path, "samsum")
-    with pytest.raises(ValueError, match="narrativeqa, qasper.*did you mean 'hotpotqa'"):
+    with pytest.raises(ValueError, match=r"narrativeqa, qasper.*did you mean 'hotpotqa'"):
         load_records(tmp_path, "hotpotqaa")
 
 

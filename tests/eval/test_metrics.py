@@ -17,7 +17,7 @@ from decantkv.eval.longbench.metrics import (
 )
 from decantkv.eval.metrics import METRICS, clean, string_match_all, string_match_part
 
-WORDS = "the a an Paris paris, town! (river) 42 blue-green of of it".split()
+WORDS = ["the", "a", "an", "Paris", "paris,", "town!", "(river)", "42", "blue-green", "of", "of", "it"]
 
 
 def some_text(rng, most=9):
@@ -87,7 +87,9 @@ def test_numbers_are_counted():
 
 def test_classes_inside_the_right_one_do_not_count():
     details = {"all_classes": ["Date", "Other location", "location", "Other", "Food"]}
-    assert classification("Other location", "Other location", details) == pytest.approx(1 / 2)  # the skip of the original
+    assert classification("Other location", "Other location", details) == pytest.approx(
+        1 / 2
+    )  # the skip of the original
     assert classification("Date or Food", "Date", details) == 0.5
     assert classification("Food", "Date", details) == 0.0
 
@@ -117,7 +119,11 @@ def test_against_lm_evals_port_of_longbench_where_it_is_installed(data):
         ("passage_retrieval_en", retrieval, ported.retrieval_score),
         ("multi_news", rouge_l, ported.rouge_score),
         ("samsum", rouge_l, ported.rouge_score),
-        ("lcc", lambda *a: code_similarity(*a) if a[0].strip("\n").split("\n")[0].strip() else None, ported.code_sim_score),
+        (
+            "lcc",
+            lambda *a: code_similarity(*a) if a[0].strip("\n").split("\n")[0].strip() else None,
+            ported.code_sim_score,
+        ),
     ):
         file = data / "minilongbench" / f"MiniLongBench_{task}.json"
         for entry in json.loads(file.read_text()).values():

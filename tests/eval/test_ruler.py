@@ -28,7 +28,9 @@ def sources(tmp_path_factory):
         "x\n*** START OF THIS PROJECT GUTENBERG EBOOK ***\n" + " ".join(rng.choices(words, k=900)) + "\n"
         "*** END OF THIS PROJECT GUTENBERG EBOOK ***\nlicence licence licence\n"
     )
-    paragraphs = [{"context": f"Article {a} part {p}. " + "Words here. " * 9, "qas": []} for a in range(3) for p in range(4)]
+    paragraphs = [
+        {"context": f"Article {a} part {p}. " + "Words here. " * 9, "qas": []} for a in range(3) for p in range(4)
+    ]
     for i, paragraph in enumerate(paragraphs):
         answer = {"text": f"part {i % 4}", "answer_start": 0}
         paragraph["qas"] = [
@@ -38,13 +40,15 @@ def sources(tmp_path_factory):
     squad = {"data": [{"title": str(a), "paragraphs": paragraphs[4 * a : 4 * a + 4]} for a in range(3)]}
     (folder / "squad.json").write_text(json.dumps(squad))
     hotpot = [
-        {"question": f"Q{i}?", "answer": f"gold {i}", "context": [[f"T{i}{j}", [f"gold {i}. ", "More."]] for j in range(10)]}
+        {
+            "question": f"Q{i}?",
+            "answer": f"gold {i}",
+            "context": [[f"T{i}{j}", [f"gold {i}. ", "More."]] for j in range(10)],
+        }
         for i in range(6)
     ]
     (folder / "hotpot.json").write_text(json.dumps(hotpot))
-    return Sources(
-        load_haystack(folder), load_questions(folder / "squad.json"), load_questions(folder / "hotpot.json")
-    )
+    return Sources(load_haystack(folder), load_questions(folder / "squad.json"), load_questions(folder / "hotpot.json"))
 
 
 @pytest.fixture(scope="module")
@@ -211,10 +215,10 @@ def test_bad_input_is_refused_with_what_would_do(form, sources, tmp_path):
         load_questions(tmp_path / "other.json")
     with pytest.raises(ValueError, match="expected a file"):
         load_questions(tmp_path / "none.json")
+    (tmp_path / "short.txt").write_text("few words")
     with pytest.raises(ValueError, match="at least 100 words"):
-        (tmp_path / "short.txt").write_text("few words")
         load_haystack(tmp_path / "short.txt")
-    with pytest.raises(ValueError, match="niah_single_1, .* did you mean 'niah_single_2'|did you mean"):
+    with pytest.raises(ValueError, match=r"niah_single_1, .*did you mean 'niah_single_2'"):
         series(form, sources, "niah_singel_2")
     with pytest.raises(ValueError, match=r"--haystack"):
         series(form, Sources(), "niah_single_2")

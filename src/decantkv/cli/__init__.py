@@ -25,8 +25,8 @@ app = typer.Typer(
 UsageProblem: Any = typer.BadParameter.__mro__[2]
 
 COMMANDS = ("decantkv.cli.generate", "decantkv.cli.methods")  # register themselves on `app`
-FUNCTIONS = {"verify": "decantkv.theory.cli", "show": "decantkv.show.cli"}  # a function of that name
-GROUPS = {"eval": "decantkv.eval.cli"}  # an `app` of their own
+FUNCTIONS = {"verify": "decantkv.theory.cli", "show": "decantkv.show.cli", "report": "decantkv.report.cli"}  # a function of that name
+GROUPS = {"eval": "decantkv.eval.cli", "bench": "decantkv.bench.cli"}  # an `app` of their own
 
 
 @functools.cache

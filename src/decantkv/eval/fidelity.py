@@ -80,8 +80,16 @@ def compare(full: Tensor, other: Tensor) -> dict[str, float]:
     return {"kl": round(float(kl), 6), "top1": round(float((p.argmax(-1) == q.argmax(-1)).float().mean()), 5)}
 
 
-def output_shift(windows: Sequence[AttentionWindow], kept: Kept) -> dict[str, list[float]]:
+def costs(windows: Sequence[AttentionWindow]) -> list[Tensor]:
+    """Per layer [1, H, N]: each key's own cost to the last eight rows' outputs."""
+    return [scoring.compute("perturbation", window.last(ROWS)) for window in windows]
+
+
+def output_shift(windows: Sequence[AttentionWindow], kept: Kept, costs: Sequence[Tensor]) -> dict[str, list[float]]:
     """Per layer, how far evicting moves the attention outputs of the last eight rows, relative to their size.
+
+    Args:
+        costs: of `costs`.
 
     Returns:
         real: √(Σ ‖a − a′‖² / Σ ‖a‖²) with the kept keys renormalised; predicted: the same with the evicted keys' own
@@ -89,7 +97,7 @@ def output_shift(windows: Sequence[AttentionWindow], kept: Kept) -> dict[str, li
     """
     real, predicted = [], []
     masks = kept.mask(windows[0].kv_len)  # [layers, H, N]
-    for window, one in zip(windows, masks, strict=True):
+    for window, one, cost in zip(windows, masks, costs, strict=True):
         win, mask = window.last(ROWS), one[None]
         s = reference_logits(win, torch.float32)  # [1, H, g, w, N]
         v = win.v.float()[:, :, None]
@@ -97,7 +105,7 @@ def output_shift(windows: Sequence[AttentionWindow], kept: Kept) -> dict[str, li
         left = s.masked_fill(~mask[:, :, None, None], -torch.inf).softmax(-1) @ v
         size = a.square().sum()
         real.append(float(((a - left).square().sum() / size).sqrt()))
-        lost = scoring.compute("perturbation", win).masked_fill(mask, 0.0).sum() * win.group_size
+        lost = cost.masked_fill(mask, 0.0).sum() * win.group_size
         predicted.append(float((lost / size).sqrt()))
     return {"real": [round(x, 5) for x in real], "predicted": [round(x, 5) for x in predicted]}
 
@@ -106,8 +114,6 @@ def overlaps(kept: Mapping[str, Kept], kv_len: int) -> dict[str, dict[str, float
     """Share of one method's kept tokens that another keeps too, over all layers and heads: name -> name -> share."""
     masks = {name: choice.mask(kv_len) for name, choice in kept.items()}
     return {
-        one: {
-            other: round(float((mask & masks[other]).sum() / mask.sum()), 4) for other in masks if other != one
-        }
+        one: {other: round(float((mask & masks[other]).sum() / mask.sum()), 4) for other in masks if other != one}
         for one, mask in masks.items()
     }

@@ -20,6 +20,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 
 from decantkv.allocation import AllocationRule
+from decantkv.budget import Budget
 from decantkv.integration import attach
 from decantkv.methods import Method
 from decantkv.settings import Settings
@@ -40,15 +41,13 @@ class DecantLM(HFLM):  # type: ignore[misc]  # lm_eval ships no types
         pretrained: Any = None,
         *,
         method: str | Method = "dropkv",
-        budget: float | int = 0.1,
+        budget: float | int | Budget = 0.1,
         allocation: str | AllocationRule | None = None,
         sinks: int | None = None,
         **kwargs: Any,
     ) -> None:
         self.settings = (
-            None
-            if method == "full"
-            else Settings.parse(method, budget=budget, allocation=allocation, sinks=sinks)  # type: ignore[arg-type]
+            None if method == "full" else Settings.parse(method, budget=budget, allocation=allocation, sinks=sinks)  # type: ignore[arg-type]
         )
         self.reports: list[Any] = []
         kwargs.setdefault("batch_size", 1)

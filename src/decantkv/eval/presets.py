@@ -55,7 +55,5 @@ PRESETS: dict[str, Preset] = {
         "aware,agnostic",
         8,
     ),
-    "regression": Preset(
-        "niah", "256", "dropkv,snapkv:shared,random", "0.1", "aware,agnostic", 40, likelihood=True
-    ),
+    "regression": Preset("niah", "256", "dropkv,snapkv:shared,random", "0.1", "aware,agnostic", 40, likelihood=True),
 }

@@ -98,8 +98,7 @@ def read_rows(file: Path, *, config: str | None = None) -> Iterator[dict[str, An
     Raises:
         ValueError: a line that is no row (it is named), or one of another configuration than `config`.
     """
-    opened = gzip.open(file, "rt", encoding="utf-8") if file.suffix == ".gz" else file.open(encoding="utf-8")
-    with opened as lines:
+    with gzip.open(file, "rt", encoding="utf-8") if file.suffix == ".gz" else file.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
             try:
                 row = json.loads(line)
@@ -107,7 +106,9 @@ def read_rows(file: Path, *, config: str | None = None) -> Iterator[dict[str, An
                     cell_of(row)
                 known = row["row"] in ("prompt", "answer") and "prompt" in row
             except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"results: {file} line {number}: expected a row of results, got {line[:80]!r}") from error
+                raise ValueError(
+                    f"results: {file} line {number}: expected a row of results, got {line[:80]!r}"
+                ) from error
             if not known:
                 raise ValueError(f"results: {file} line {number}: expected a prompt or an answer, got {line[:80]!r}")
             if config is not None and row["config"] != config:

@@ -19,7 +19,7 @@ from decantkv.eval.engine.policy import Policy
 from decantkv.eval.engine.prompt import Reader, Reading
 from decantkv.eval.engine.quantise import bytes_share
 from decantkv.eval.engine.rows import Row, RowBatch
-from decantkv.eval.fidelity import compare, output_shift, overlaps
+from decantkv.eval.fidelity import compare, costs, output_shift, overlaps
 from decantkv.eval.results import Cell, Store
 from decantkv.eval.sample import Sample
 from decantkv.scoring.window import AttentionWindow
@@ -248,12 +248,12 @@ class Runner:
                 if self.plan.fidelity:
                     found |= {**compare(self._full_logits(entry[0], ids), logits), **entry[0].extras.get(entry[1], {})}
         if self.plan.generate:
-            for found, ids, row, sample in zip(measured, copies.generate(), rows, samples, strict=True):
-                ended = bool(ids) and ids[-1] in row.stops
-                text = self.form.tokenizer.decode(ids[:-1] if ended else ids, skip_special_tokens=True)
+            for found, tokens, row, sample in zip(measured, copies.generate(), rows, samples, strict=True):
+                ended = bool(tokens) and tokens[-1] in row.stops
+                text = self.form.tokenizer.decode(tokens[:-1] if ended else tokens, skip_special_tokens=True)
                 found |= {
                     "score": round(metrics.score(sample, text), 5),
-                    "new_tokens": len(ids),
+                    "new_tokens": len(tokens),
                     "ended": ended,
                     "answer": text,
                 }
@@ -273,14 +273,17 @@ class Runner:
         return tuple(self.form.tokenizer(gap + joined, add_special_tokens=False)["input_ids"])
 
 
-def _shifts_and_overlaps(windows: Sequence[AttentionWindow], kept: dict[Cell, Kept | None]) -> dict[Cell, dict[str, Any]]:
+def _shifts_and_overlaps(
+    windows: Sequence[AttentionWindow], kept: dict[Cell, Kept | None]
+) -> dict[Cell, dict[str, Any]]:
     found: dict[Cell, dict[str, Any]] = {}
     evicting = {cell: choice for cell, choice in kept.items() if choice is not None}
+    each = costs(windows) if evicting else []
     for regime, budget in {(cell.regime, cell.budget) for cell in evicting}:
         here = {cell: k for cell, k in evicting.items() if (cell.regime, cell.budget) == (regime, budget)}
         shared = overlaps({cell.policy: choice for cell, choice in here.items()}, windows[0].kv_len)
         for cell, choice in here.items():
-            found[cell] = {"shift": output_shift(windows, choice), "overlap": shared[cell.policy]}
+            found[cell] = {"shift": output_shift(windows, choice, each), "overlap": shared[cell.policy]}
     return found
 
 
@@ -308,6 +311,7 @@ def _prompt_row(job: _Job) -> dict[str, Any]:
         "task": sample.task,
         "length": sample.length,
         "tokens": len(job.encoded.ids),
+        "kv_bytes": job.reading.nbytes,
         "context_tokens": job.encoded.cuts["agnostic"],
         "references": list(sample.references),
         "metric": sample.metric,

@@ -224,9 +224,7 @@ class Session:
             "device": device or platform.machine(),
             "python": platform.python_version(),
             "versions": versions,
-            "policies": {
-                policy.label: describe(policy, "1.0") for policy in plan.policies
-            },
+            "policies": {policy.label: describe(policy, "1.0") for policy in plan.policies},
             "budgets": list(plan.budgets),
             "regimes": list(plan.regimes),
         }
@@ -248,11 +246,13 @@ def stretch(model: PreTrainedModel, factor: float) -> None:
     config = model.config.get_text_config(decoder=True)
     rope = dict(getattr(config, "rope_parameters", None) or {})
     if rope.get("rope_type", "default") != "default" or factor < 1:
-        raise ValueError(f"yarn: expected a factor of at least 1 and a model without RoPE scaling, got {factor}, {rope}")
+        raise ValueError(
+            f"yarn: expected a factor of at least 1 and a model without RoPE scaling, got {factor}, {rope}"
+        )
     rope |= {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": config.max_position_embeddings}
     config.rope_parameters = rope
     decoder = model.get_decoder()
-    decoder.rotary_emb = type(decoder.rotary_emb)(config=config, device=model.device)
+    decoder.rotary_emb = type(decoder.rotary_emb)(config).to(model.device)
 
 
 def fingerprint(source: str, model: PreTrainedModel) -> str:

@@ -14,7 +14,11 @@ from decantkv.eval.statistics import Bootstrap, Summary, tables
 
 
 def print_tables(
-    run: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], *, reference: str = "dropkv", console: Console | None = None
+    run: Mapping[str, Any],
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    reference: str = "dropkv",
+    console: Console | None = None,
 ) -> None:
     """Print a table per length and regime."""
     console = console or Console(highlight=False)

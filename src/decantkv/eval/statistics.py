@@ -184,7 +184,10 @@ def _summary(
 
 
 def _against(
-    scores: Mapping[str, float], base: Mapping[str, Mapping[str, Any]], prompts: Mapping[str, Sequence[str]], measure: str
+    scores: Mapping[str, float],
+    base: Mapping[str, Mapping[str, Any]],
+    prompts: Mapping[str, Sequence[str]],
+    measure: str,
 ) -> Interval | None:
     shared = {task: [key for key in keys if key in base] for task, keys in prompts.items()}
     shared = {task: keys for task, keys in shared.items() if keys}
@@ -195,7 +198,9 @@ def _against(
 
 
 def _nll(
-    answers: Mapping[str, Mapping[str, Any]], full: Mapping[str, Mapping[str, Any]], prompts: Mapping[str, Sequence[str]]
+    answers: Mapping[str, Mapping[str, Any]],
+    full: Mapping[str, Mapping[str, Any]],
+    prompts: Mapping[str, Sequence[str]],
 ) -> Interval | None:
     having = {task: [k for k in keys if "nll" in answers[k] and "nll" in full[k]] for task, keys in prompts.items()}
     having = {task: keys for task, keys in having.items() if keys}

@@ -40,7 +40,7 @@ def attend(
 ) -> tuple[Tensor, None]:
     """transformers' attention function: query [R, HQ, T, D], key and value [R, H, S, D]; returns [R, T, HQ, Dv]."""
     seen: Tensor = _now.masks.mask_of(module.layer_idx)
-    rows, num_heads, new, _ = query.shape
+    num_heads, new = query.shape[1:3]
     group = num_heads // key.shape[1]
     grouped = query.unflatten(1, (-1, group)).flatten(2, 3)  # [R, H, g·T, D]
     mask = seen[:, :, None].expand(-1, -1, group, -1, -1).flatten(2, 3)

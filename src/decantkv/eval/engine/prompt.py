@@ -63,7 +63,9 @@ class WatchedLayer(DynamicLayer):
             sink_logits=self.call.sink_logits,
             layer_idx=self.layer_idx,
             queries=self.queries if self.rows is None else None,
-            output_projection=output_projection(self.call.module, self.queries, self.values) if "W_O" in needs else None,
+            output_projection=output_projection(self.call.module, self.queries, self.values)
+            if "W_O" in needs
+            else None,
             rotate=rotate,
         )
 

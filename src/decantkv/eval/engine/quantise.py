@@ -34,4 +34,6 @@ def _round_trip(x: Tensor, bits: int, dim: int) -> Tensor:
     low, high = numbers.amin(dim, keepdim=True), numbers.amax(dim, keepdim=True)
     step = ((high - low) / (2**bits - 1)).clamp_min(torch.finfo(torch.float32).tiny)
     step, low = step.to(torch.float16).float().clamp_min(1e-7), low.to(torch.float16).float()  # as they are stored
-    return (((numbers - low) / step).round().clamp(0, 2**bits - 1) * step + low).to(x.dtype)
+    levels: Tensor = ((numbers - low) / step).round().clamp(0, 2**bits - 1)
+    back: Tensor = levels * step + low
+    return back.to(x.dtype)

@@ -127,7 +127,9 @@ class RowBatch:
         valid = [None if row.kept is None else row.kept.valid() for row in self.rows]
         ragged = any(v is not None and not bool(v.all()) for v in valid)
         layers, heads = len(self.rows[0].reading.keys), self.rows[0].reading.keys[0].shape[1]
-        shape = (layers, len(self.rows), heads, self.slots_total) if ragged else (1, len(self.rows), 1, self.slots_total)
+        shape = (
+            (layers, len(self.rows), heads, self.slots_total) if ragged else (1, len(self.rows), 1, self.slots_total)
+        )
         shown = torch.zeros(shape, dtype=torch.bool, device=self.device)
         for r, row in enumerate(self.rows):
             here = valid[r]
@@ -185,6 +187,7 @@ class RowBatch:
             layer.keys, layer.values = layer.keys[left], layer.values[left]
 
     def forward(self, tokens: Tensor, positions: Tensor, keep: int) -> Tensor:
+        """Logits [R, keep, V] of one forward over the slots that were chosen."""
         with attending(self.model, self):
             out = self.model(
                 tokens, position_ids=positions, use_cache=True, logits_to_keep=keep, **{self._name: self.cache}
@@ -222,9 +225,7 @@ class RowBatch:
         tokens = _forbid(first, [None if b else row for row, b in zip(self.rows, begun, strict=True)]).argmax(-1)
         decoder = _Decoder(self, tokens, limits, _stop_table(self.rows, self.device))
         produced = decoder.run()
-        return [
-            _until_stop([*b, *new], row) for b, new, row in zip(begun, produced.tolist(), self.rows, strict=True)
-        ]
+        return [_until_stop([*b, *new], row) for b, new, row in zip(begun, produced.tolist(), self.rows, strict=True)]
 
 
 class _Decoder:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,7 +18,7 @@ HUB = "Xnhyacinth/LongBench"
 class Tokenizer(Protocol):
     """The part of a tokenizer that middle truncation needs."""
 
-    def __call__(self, text: str) -> Any:  # noqa: ANN401 - transformers' BatchEncoding
+    def __call__(self, text: str) -> Any:
         """An object with `.input_ids`."""
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
@@ -83,8 +83,8 @@ def cut_middle(text: str, max_length: int, tokenizer: Tokenizer) -> tuple[str, b
 
 
 def _common_end(text: str, other: str) -> str:
-    length = len(os.path.commonprefix([text[::-1], other[::-1]]))
-    return text[len(text) - length :]
+    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(reversed(text), reversed(other), strict=False))
+    return text[len(text) - sum(1 for _ in pairs) :]
 
 
 def load_records(source: str | Path | None, task: str) -> list[Record]:
@@ -141,7 +141,7 @@ def _lines(text: str, name: str) -> Iterator[tuple[int, Any]]:
                 raise ValueError(f"longbench: {name} line {number}: expected JSON, got {error}") from error
 
 
-def _published(record: Any, where: str) -> Record:  # noqa: ANN401 - JSON
+def _published(record: Any, where: str) -> Record:
     try:
         return Record(
             record["context"], record["input"], tuple(record["answers"]), tuple(record.get("all_classes") or ())
@@ -150,7 +150,7 @@ def _published(record: Any, where: str) -> Record:  # noqa: ANN401 - JSON
         raise ValueError(f"longbench: {where}: expected context, input and answers, got {error!r}") from error
 
 
-def _whole_prompt(task: str, entry: Any, where: str) -> Record:  # noqa: ANN401 - JSON
+def _whole_prompt(task: str, entry: Any, where: str) -> Record:
     try:
         prompt, gold = entry["origin_prompt"], entry["gold"]
     except (KeyError, TypeError) as error:
@@ -168,7 +168,8 @@ def unwrap(task: str, prompt: str, where: str = "prompt") -> tuple[str, str]:
     """
     form = TASKS[task]
     wrappings = [(form.head, form.tail)]
-    wrappings += [tuple(part.replace("asconcisely", "as concisely") for part in wrappings[0])]
+    corrected = [part.replace("asconcisely", "as concisely") for part in (form.head, form.tail)]
+    wrappings += [(corrected[0], corrected[1])]
     if form.metric == "qa_f1":
         wrappings += [(TASKS["hotpotqa"].head, TASKS["hotpotqa"].tail)]
     for head, tail in wrappings:
@@ -197,11 +198,10 @@ def _split(task: str, body: str, before: str, after: str, *, asks: bool) -> tupl
 
 
 def _from_hub(task: str) -> list[Record]:
-    load: Callable[..., Any]
     try:
-        from datasets import load_dataset as load
+        from datasets import load_dataset
 
-        rows = load(HUB, task, split="test")
+        rows = load_dataset(HUB, task, split="test")
     except Exception as error:
         raise ValueError(
             f"longbench: the hub's {HUB} cannot be read ({type(error).__name__}: {error}); "

@@ -42,7 +42,7 @@ def rouge_l(prediction: str, reference: str, details: Mapping[str, Any]) -> floa
 
 
 @cache
-def _rouge() -> Any:  # noqa: ANN401 - the package has no types
+def _rouge() -> Any:
     if find_spec("rouge") is None:
         raise ModuleNotFoundError("LongBench's summaries need the package rouge: pip install 'decantkv[eval]'")
     from rouge import Rouge

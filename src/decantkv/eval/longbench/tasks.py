@@ -32,7 +32,9 @@ class LongBenchTask:
         return not (self.few_shot or self.code)
 
 
-_PASSAGES = "Answer the question based on the given passages. Only give me the answer and do not output any other words."
+_PASSAGES = (
+    "Answer the question based on the given passages. Only give me the answer and do not output any other words."
+)
 _MULTI_HOP = LongBenchTask(
     f"{_PASSAGES}\n\nThe following are given passages.\n",
     f"\n\n{_PASSAGES}\n\nQuestion: {{input}}\nAnswer:",
@@ -42,8 +44,8 @@ _MULTI_HOP = LongBenchTask(
 _STORY = "the question {}asconcisely as you can, using a single phrase if possible. Do not provide any explanation.\n\n"
 _ARTICLE = (
     "as concisely as you can, using a single phrase or sentence if possible. If the question cannot be answered based "
-    "on the information in the article, write \"unanswerable\". If the question is a yes/no question, answer \"yes\", "
-    "\"no\", or \"unanswerable\". Do not provide any explanation.\n\n"
+    'on the information in the article, write "unanswerable". If the question is a yes/no question, answer "yes", '
+    '"no", or "unanswerable". Do not provide any explanation.\n\n'
 )
 _FOLLOW = "Please complete the code given below. \n"
 _NEXT_LINE = "Next line of code:\n"
@@ -116,11 +118,11 @@ TASKS: dict[str, LongBenchTask] = {
         few_shot=True,
     ),
     "passage_count": LongBenchTask(
-        "There are some paragraphs below sourced from Wikipedia. Some of them may be duplicates. Please carefully read "
-        "these paragraphs and determine how many unique paragraphs there are after removing duplicates. In other words, "
-        "how many non-repeating paragraphs are there in total?\n\n",
-        "\n\nPlease enter the final count of unique paragraphs after removing duplicates. The output format should only "
-        "contain the number, such as 1, 2, 3, and so on.\n\nThe final answer is: ",
+        "There are some paragraphs below sourced from Wikipedia. Some of them may be duplicates. Please carefully "
+        "read these paragraphs and determine how many unique paragraphs there are after removing duplicates. In other "
+        "words, how many non-repeating paragraphs are there in total?\n\n",
+        "\n\nPlease enter the final count of unique paragraphs after removing duplicates. The output format should "
+        "only contain the number, such as 1, 2, 3, and so on.\n\nThe final answer is: ",
         32,
         "count",
     ),
@@ -128,7 +130,7 @@ TASKS: dict[str, LongBenchTask] = {
         "Here are 30 paragraphs from Wikipedia, along with an abstract. Please determine which paragraph the abstract "
         "is from.\n\n",
         "\n\nThe following is an abstract.\n\n{input}\n\nPlease enter the number of the paragraph that the abstract is "
-        "from. The answer format must be like \"Paragraph 1\", \"Paragraph 2\", etc.\n\nThe answer is: ",
+        'from. The answer format must be like "Paragraph 1", "Paragraph 2", etc.\n\nThe answer is: ',
         32,
         "retrieval",
     ),

@@ -98,7 +98,7 @@ def _read(file: Path) -> str:
         try:
             return str(json.loads(text)["text"])
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"haystack: expected JSON with a \"text\" entry in {str(file)!r}, got {error}") from error
+            raise ValueError(f'haystack: expected JSON with a "text" entry in {str(file)!r}, got {error}') from error
     marks = {mark.group(1): mark for mark in _GUTENBERG.finditer(text)}
     begin = marks["START"].end() if "START" in marks else 0
     return text[begin : marks["END"].start() if "END" in marks else len(text)]

@@ -13,9 +13,7 @@ from typing import Any
 
 from decantkv.eval.ruler.draft import Draft
 
-_ORDER = (
-    "Answer the question based on the given documents. Only give me the answer and do not output any other words."
-)
+_ORDER = "Answer the question based on the given documents. Only give me the answer and do not output any other words."
 
 
 @dataclass(frozen=True)
@@ -128,7 +126,7 @@ def _json_lines(text: str) -> Iterable[Any]:
             raise ValueError(f"questions: line {number}: expected JSON, got {error}") from error
 
 
-def _from_squad(articles: Any) -> Iterable[_Item]:  # noqa: ANN401 - JSON
+def _from_squad(articles: Any) -> Iterable[_Item]:
     for article in articles:
         paragraphs = [paragraph["context"] for paragraph in article["paragraphs"]]
         for paragraph in article["paragraphs"]:
@@ -139,13 +137,13 @@ def _from_squad(articles: Any) -> Iterable[_Item]:  # noqa: ANN401 - JSON
                     yield qa["question"], answers, [paragraph["context"]], related
 
 
-def _from_hotpot(record: Any) -> _Item:  # noqa: ANN401 - JSON
+def _from_hotpot(record: Any) -> _Item:
     context = record["context"]
     pairs = zip(context["title"], context["sentences"], strict=True) if isinstance(context, dict) else context
     return record["question"], (record["answer"],), [f"{title}\n{''.join(lines)}" for title, lines in pairs], []
 
 
-def _from_passages(record: Any) -> _Item:  # noqa: ANN401 - JSON
+def _from_passages(record: Any) -> _Item:
     gold = [f"{passage['title']}\n{passage['text']}" for passage in record["ctxs"]]
     return record["question"], tuple(record["answers"]), gold, []
 

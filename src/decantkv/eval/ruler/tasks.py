@@ -82,9 +82,7 @@ def maker(task: str, length: int, sources: Sources, *, seed: int, count_tokens: 
     if task in NEEDLES:
         needle = NEEDLES[task]
         essay = sources.haystack if needle.kind == "essay" else None
-        return Niah(
-            needle.kind, needle.key_type, needle.value_type, needle.keys, needle.values, needle.queries, essay
-        )
+        return Niah(needle.kind, needle.key_type, needle.value_type, needle.keys, needle.values, needle.queries, essay)
     if task == "vt":
         return Tracing(count_tokens)
     if task == "cwe":

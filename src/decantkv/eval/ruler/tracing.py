@@ -7,6 +7,7 @@ import string
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 from decantkv.eval.ruler.draft import Draft
 from decantkv.eval.ruler.niah import NOISE
@@ -42,7 +43,10 @@ class Tracing:
         fitting = shown = None
         for lines in range(5, 10_000, 5):
             draft = _chain(lines, letters=3, rng=rng)
-            shown = (f"{draft.context}{draft.question}{draft.answer_prefix} {' '.join(draft.references)}", draft.references)
+            shown = (
+                f"{draft.context}{draft.question}{draft.answer_prefix} {' '.join(draft.references)}",
+                draft.references,
+            )
             if self.count_tokens(shown[0]) > EXAMPLE_TOKENS:
                 break
             fitting = shown
@@ -60,7 +64,7 @@ def _chain(lines: int, *, letters: int, rng: random.Random) -> Draft:
             names.append(name)
     value = str(rng.randint(10000, 99999))
     chain = [f"VAR {names[0]} = {value}"]
-    chain += [f"VAR {after} = VAR {before} " for before, after in zip(names, names[1:], strict=False)]
+    chain += [f"VAR {after} = VAR {before} " for before, after in pairwise(names)]
     sentences = [NOISE + "\n"] * lines
     if lines <= len(chain):  # too few lines to spread the chain over: spread it over their sentences
         pieces = [piece for line in sentences for piece in line.split(".")]
@@ -69,9 +73,11 @@ def _chain(lines: int, *, letters: int, rng: random.Random) -> Draft:
         sentences.insert(place + shift, chain[shift])
     text = " ".join(sentences).replace(". \n", ".\n")
     return Draft(
-        context="Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n" + text + "\n",
+        context="Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
+        + text
+        + "\n",
         question=f"Question: Find all variables that are assigned the value {value} in the text above.",
-        answer_prefix=f" Answer: According to the chain(s) of variable assignment in the text above, {HOPS + 1} variables "
-        f"are assigned the value {value}, they are: ",
+        answer_prefix=f" Answer: According to the chain(s) of variable assignment in the text above, {HOPS + 1} "
+        f"variables are assigned the value {value}, they are: ",
         references=tuple(names),
     )

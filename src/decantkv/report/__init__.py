@@ -1,0 +1,1 @@
+"""One self-contained page from folders of results."""

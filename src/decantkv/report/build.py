@@ -1,0 +1,72 @@
+"""Fill the page's template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from importlib import resources
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from decantkv.eval.chat import REGIMES
+from decantkv.report.pages import find_folders, section
+
+# told apart by hue and lightness, also with the common kinds of colour blindness; marks differ beside
+PALETTE = (
+    "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9",
+    "#8c564b", "#7f7f7f", "#6a3d9a", "#b2a300", "#e31a1c", "#17becf",
+)  # fmt: skip
+BENCH_LINES = 60
+
+
+def build(folders: Sequence[Path], bench: Sequence[Path] = ()) -> str:
+    """The page of all results under some folders.
+
+    Args:
+        bench: JSON-lines files of measured times, shown as tables.
+
+    Raises:
+        ValueError: no results, or a broken file; the line is named.
+        ModuleNotFoundError: jinja2 is not installed.
+    """
+    if find_spec("jinja2") is None:
+        raise ModuleNotFoundError("the report needs the package jinja2: pip install 'decantkv[eval]'")
+    import jinja2
+
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    template = environment.from_string((resources.files("decantkv.report") / "page.html").read_text(encoding="utf-8"))
+    sections = [section(folder, number) for number, folder in enumerate(find_folders(folders))]
+    return template.render(
+        sections=sections, regimes=REGIMES, palette=PALETTE, latency=[bench_table(file) for file in bench]
+    )
+
+
+def _flat(row: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in row.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        elif not isinstance(value, list):
+            yield prefix + key, round(value, 3) if isinstance(value, float) else value
+
+
+def bench_table(file: Path) -> dict[str, Any]:
+    """A JSON-lines file of flat rows as a table.
+
+    Raises:
+        ValueError: no such file, or a broken line; it is named.
+    """
+    if not file.is_file():
+        raise ValueError(f"bench: expected a file of JSON lines, got {str(file)!r}")
+    rows = []
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            rows.append(dict(_flat(json.loads(line))))
+        except (ValueError, AttributeError) as error:
+            raise ValueError(f"bench: {file} line {number}: expected a JSON object, got {error}") from error
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    return {
+        "title": file.name,
+        "columns": columns,
+        "lines": [[row.get(column, "") for column in columns] for row in rows[:BENCH_LINES]],
+    }

@@ -1,0 +1,115 @@
+"""Intervals that cover, comparisons that are paired, averages that say what they leave out."""
+
+import numpy as np
+import pytest
+
+from decantkv.eval.statistics import Bootstrap, losing_share, tables
+
+
+def rows_of(scores, *, task="t", length=100, regime="aware", policy="dropkv", budget="0.1", prompts=False, **extra):
+    rows = []
+    for i, score in enumerate(scores):
+        key = f"s/{task}/{length}/{i}"
+        if prompts:
+            rows.append({"row": "prompt", "prompt": key, "task": task, "length": length})
+        rows.append(
+            {
+                "row": "answer",
+                "prompt": key,
+                "regime": regime,
+                "policy": policy,
+                "budget": budget,
+                "score": score,
+                "kept": 0.1,
+                "bytes": 0.1,
+                "new_tokens": 10,
+                **extra,
+            }
+        )
+    return rows
+
+
+def full(scores, **where):
+    return rows_of(scores, regime="any", policy="full", budget="1", prompts=True, **where)
+
+
+def test_the_bootstrap_interval_is_about_two_standard_errors_wide():
+    rng = np.random.default_rng(1)
+    values = rng.normal(0.5, 0.1, 400)
+    found = Bootstrap({"t": [str(i) for i in range(400)]}).interval({str(i): v for i, v in enumerate(values)})
+    error = values.std() / 20
+    assert found.mean == pytest.approx(values.mean())
+    assert found.low == pytest.approx(values.mean() - 1.96 * error, abs=0.15 * error)
+    assert found.high == pytest.approx(values.mean() + 1.96 * error, abs=0.15 * error)
+
+
+def test_intervals_cover_the_truth_about_as_often_as_they_say():
+    rng = np.random.default_rng(2)
+    hits = 0
+    for _ in range(200):
+        values = rng.random(40) < 0.7
+        found = Bootstrap({"t": [str(i) for i in range(40)]}).interval({str(i): float(v) for i, v in enumerate(values)})
+        hits += found.low <= 0.7 <= found.high
+    assert 0.88 <= hits / 200 <= 0.99
+
+
+def test_the_average_is_over_tasks_not_prompts():
+    rows = full([1.0] * 10, task="many") + full([1.0] * 2, task="few")
+    rows += rows_of([1.0] * 10, task="many") + rows_of([0.0, 0.0], task="few")
+    (table,) = tables(rows)
+    (summary,) = table.summaries
+    assert summary.score.mean == 0.5
+    assert summary.worst == "few"
+    assert summary.prompts == 12
+
+
+def test_a_paired_difference_is_tighter_than_the_two_scores_are():
+    rng = np.random.default_rng(3)
+    hard = rng.random(100)
+    rows = full([1.0] * 100) + rows_of(list(hard), policy="dropkv") + rows_of(list(hard - 0.01), policy="snapkv")
+    (table,) = tables(rows)
+    mine, theirs = table.summaries
+    assert mine.against is None
+    assert theirs.against.mean == pytest.approx(-0.01)
+    assert theirs.against.high - theirs.against.low < 1e-6 < mine.score.high - mine.score.low
+
+
+def test_a_comparison_counts_only_prompts_that_both_have():
+    rows = full([1.0] * 4) + rows_of([1.0, 0.0, 1.0, 1.0], policy="dropkv") + rows_of([1.0, 1.0], policy="snapkv")
+    (table,) = tables(rows)
+    assert table.summaries[1].against.mean == 0.5
+    assert table.summaries[1].full.mean == 1.0
+    assert table.summaries[1].prompts == 2
+
+
+def test_tasks_that_the_full_cache_fails_are_left_out_and_named():
+    rows = full([1.0, 1.0], task="easy") + full([0.2, 0.0], task="hard")
+    rows += rows_of([0.5, 0.5], task="easy") + rows_of([1.0, 1.0], task="hard")
+    (table,) = tables(rows)
+    assert table.left_out == {"hard": 0.1}
+    assert table.summaries[0].score.mean == 0.5
+    assert table.full.mean == 1.0
+
+
+def test_losing_drift_and_likelihood():
+    rows = full([1.0, 0.5, 0.0], nll=1.0) + rows_of([0.89, 0.46, 0.0], nll=1.5)
+    rows[-1]["new_tokens"] = 13
+    summary = tables(rows)[0].summaries[0]
+    assert summary.losing == 0.5  # one of the two prompts that had anything to lose
+    assert losing_share({"a": 0.0}, {"a": 0.0}) == 0.0
+    assert summary.drift == 1.0
+    assert summary.nll.mean == pytest.approx(0.5)
+
+
+def test_lengths_and_regimes_are_never_merged():
+    rows = full([1.0], length=100) + full([1.0], length=200)
+    for length in (100, 200):
+        for regime in ("aware", "agnostic"):
+            rows += rows_of([0.3 if regime == "agnostic" else 0.9], length=length, regime=regime)
+    found = {(s.length, s.regime): s.score.mean for table in tables(rows) for s in table.summaries}
+    assert found == {(n, r): v for n in (100, 200) for r, v in (("aware", 0.9), ("agnostic", 0.3))}
+
+
+def test_without_the_full_cache_there_is_no_table():
+    with pytest.raises(ValueError, match="full cache"):
+        tables(rows_of([1.0]))
