@@ -11,7 +11,7 @@ import decantkv
 from decantkv import interface
 from decantkv.cache import EvictingLayer, cache_argument
 from tests import tiny
-from tests.families import CASES, at_least, build
+from tests.families import CASES, FAMILIES, REFUSED, at_least, build
 from tests.judge import evicted_and_judged, logits_with
 
 STEPS = [torch.tensor([[7]]), torch.tensor([[11]]), torch.tensor([[3]])]
@@ -56,13 +56,21 @@ def test_a_left_padded_batch_equals_its_rows_alone(family, backend):
         torch.testing.assert_close(logits[None], alone, rtol=0, atol=atol)
 
 
-def test_one_set_for_all_heads_where_heads_cannot_be_told_apart():
-    for family in ("deepseek_v3", "diffllama"):
-        _, _, cache = evicted_and_judged(build(family, "eager"), {"input_ids": tiny.prompt(120)}, STEPS, budget=0.2)
-        for layer in cache.layers:
-            assert (layer.kept.indices == layer.kept.indices[:, :1]).all()
-            if family == "deepseek_v3":
-                assert layer.keys.shape[1] == (1 if at_least("5.17") else 8)
+@pytest.mark.parametrize("family", [name for name in ("deepseek_v3", "diffllama") if name not in REFUSED])
+def test_one_set_for_all_heads_where_heads_cannot_be_told_apart(family):
+    _, _, cache = evicted_and_judged(build(family, "eager"), {"input_ids": tiny.prompt(120)}, STEPS, budget=0.2)
+    for layer in cache.layers:
+        assert (layer.kept.indices == layer.kept.indices[:, :1]).all()
+        if family == "deepseek_v3":  # the latent itself since 5.17, heads made of it before
+            assert layer.keys.shape[1] == (1 if at_least("5.17") else 8)
+    with pytest.raises(ValueError, match="allocation: expected 'uniform', 'shared' or 'pyramid' for a model whose"):
+        decantkv.attach(build(family, "eager"), budget=0.2, allocation="ada")
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_a_family_that_an_older_transformers_writes_differently_is_refused_by_name(family):
+    with pytest.raises(interface.UnsupportedModelError, match=FAMILIES[family][1]):
+        decantkv.attach(build(family, "eager"), budget=0.5)
 
 
 def test_a_model_without_a_full_attention_layer_is_refused():

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
@@ -24,7 +25,7 @@ from decantkv.needs import rotation
 from decantkv.options import Allocation, Impl, Span
 from decantkv.ragged_layers import LayerContest, RaggedLayer
 from decantkv.records import Recorder, Report, storage_bytes
-from decantkv.settings import Settings
+from decantkv.settings import Settings, must_share
 
 __all__ = [
     "EvictingCache",
@@ -46,8 +47,8 @@ __all__ = [
 
 _serial = itertools.count()
 
-# V of one head is read with K of another, so that only a set shared by all heads is exact
-SHARED_SETS = frozenset({"diffllama"})
+# V of one head is read with K of another by a second attention call, so that only a set shared by all heads is exact
+ATTEND_TWICE = frozenset({"diffllama"})
 
 
 class EvictingCache(DynamicCache):
@@ -105,13 +106,20 @@ class EvictingCache(DynamicCache):
         super().__init__(config=text_config(model))
         self.settings, self.recorder = settings, recorder
         cache_id = next(_serial)
-        shared = text_config(model).model_type in SHARED_SETS
+        config = text_config(model)
+        twice = config.model_type in ATTEND_TWICE
+        # a latent serves all heads; before 5.17 transformers stored expanded heads, for which the same set is kept
+        shared = twice or getattr(config, "kv_lora_rank", None) is not None
+        if shared and settings.allocation.ragged:
+            raise must_share(settings.allocation.name)
         rotate = rotation(model) if "rotate" in settings.method.needs else None
 
         kind = RaggedLayer if settings.allocation.ragged else EvictingLayer
 
         def new(layer_idx: int) -> PromptLayer:
-            return kind(layer_idx, cache_id, settings, recorder, shared=shared, rotate=rotate)
+            layer = kind(layer_idx, cache_id, settings, recorder, shared=shared, rotate=rotate)
+            layer.attends_twice = twice
+            return layer
 
         recorder.left_alone = replace_layers(self, model, new)
         contest = LayerContest() if settings.allocation.over_layers else None
@@ -181,6 +189,11 @@ def check_model(model: object) -> None:
     if not interface.modeling_files(model):
         raise interface.UnsupportedModelError(
             f"model: expected one that attends through transformers' attention interface, got {type(model).__name__}"
+        )
+    if hasattr(model, "_supports_default_dynamic_cache") and not model._supports_default_dynamic_cache():
+        raise interface.UnsupportedModelError(
+            f"model: expected one that works with transformers' own caches, got {type(model).__name__}, which in "
+            f"transformers {transformers.__version__} needs a cache of its own"
         )
 
 

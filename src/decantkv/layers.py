@@ -285,6 +285,8 @@ class PromptLayer(CacheLayerMixin):
 class EvictingLayer(PromptLayer):
     """Scores its prompt by the model's own attention call and keeps the costliest tokens."""
 
+    attends_twice = False  # the model makes two attention calls a layer, of which the cache sees one
+
     def __init__(
         self,
         layer_idx: int,
@@ -309,12 +311,15 @@ class EvictingLayer(PromptLayer):
         before = storage_bytes([keys, values])
         if counts == list(lengths):
             self.store_all()
+            if seen.lengths is not None:
+                place = torch.arange(keys.shape[2], device=keys.device)
+                self.valid = (place >= keys.shape[2] - to_device(lengths, keys.device)[:, None])[:, None]
             kept_counts = torch.tensor(counts)[:, None].expand(-1, keys.shape[1])
         else:
             kept = self._choose(call, seen, rows)
             with self.recorder.stopwatch.measure("compaction", keys.device):
                 self.store_kept(kept)
-                if self.shared and self.valid is not None:
+                if self.attends_twice and self.valid is not None:
                     raise ValueError(
                         f"input_ids: expected prompts that keep equally many tokens with {call.attention_class}, which "
                         "attends twice a layer, got rows of unequal length"

@@ -146,10 +146,7 @@ class Settings:
     ) -> dict[str, Any]:
         method = self.method
         if shared and self.allocation.ragged:
-            raise ValueError(
-                f"allocation: expected 'uniform', 'shared' or 'pyramid' for a model whose heads must share one set of "
-                f"tokens, got {self.allocation.name!r}"
-            )
+            raise must_share(self.allocation.name)
         if lengths is None and win is not None and win.lengths is not None:
             lengths = [int(n) for n in win.lengths.tolist()]
         rows = [scores.shape[2]] * scores.shape[0] if lengths is None else list(lengths)
@@ -175,3 +172,11 @@ class Settings:
             "rank": None if type(method).rank is Method.rank else rank,
             "shared": shared or method.shared_by_heads,
         }
+
+
+def must_share(allocation: str) -> ValueError:
+    """The error for an allocation that gives heads different sets in a model that stores one for all."""
+    return ValueError(
+        f"allocation: expected 'uniform', 'shared' or 'pyramid' for a model whose heads must share one set of "
+        f"tokens, got {allocation!r}"
+    )
