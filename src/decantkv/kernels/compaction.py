@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from decantkv.kernels.blocks import padded_dim, power_of_two
-from decantkv.kernels.launcher import Launch, aligned, current_stream, on_device
+from decantkv.kernels.launcher import Launch, address, aligned, current_stream, on_device
 from decantkv.kernels.select import (
     AVG_POOL,
     DIGIT_BINS,
@@ -85,7 +85,9 @@ def launch_select(
     with on_device(scores.device):
         stream = current_stream(scores.device)
         if not chunks:
-            launches[0]((rows, 1, 1), stream, scores, forced, start, counts, index, n_keys, n_keep, n_keep, *ends)
+            row = launches[0]
+            at = (scores, forced, start, counts, index)
+            row((rows, 1, 1), stream, *(map(address, at) if row.ready else at), n_keys, n_keep, n_keep, *ends)
             return index
         grid = (chunks, rows, 1)
         order = torch.empty(rows, n_keys, dtype=torch.int32, device=scores.device)
@@ -106,11 +108,12 @@ def launch_gather(k: Tensor, v: Tensor, indices: Tensor, k_kept: Tensor, v_kept:
         return
     strides = (*k.stride()[:3], *v.stride()[:3], *k_kept.stride()[:3], *v_kept.stride()[:3])
     key = (k.device, k.dtype, v.dtype, heads, strides, aligned(k, v, indices, k_kept, v_kept))
+    tensors = (k, v, indices, k_kept, v_kept)
     launch, block = _gather_launch(key, k.shape[3], v.shape[3])
     with on_device(k.device):
         launch(
             (-(-n_slots // block), batch * heads, 1), current_stream(k.device),
-            k, v, indices, k_kept, v_kept, n_slots, heads, *strides,
+            *(map(address, tensors) if launch.ready else tensors), n_slots, heads, *strides,
         )  # fmt: skip
 
 

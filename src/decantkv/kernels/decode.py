@@ -18,6 +18,7 @@ from decantkv.kernels.launch import device_of, precision_of
 from decantkv.kernels.primitives import LOG2E, dot, finite, to_logits2
 
 MAX_DIM = 256
+JOIN = 4  # parts that are read at once when a lane's are joined
 MAX_ROWS = 64  # query rows a program holds; more are taken by further programs
 
 
@@ -25,13 +26,15 @@ class Splits(NamedTuple):
     """Which chunk of which lane each program takes.
 
     Attributes:
-        lane: [W] int32, the lane of each program; first: [B·H] int32, the first program of each lane.
+        lane, index, start: [W] int32, int32, int64: each program's lane, which of the lane's chunks it takes, and the
+            slot where that chunk starts.
         chunk: keys a program takes; most: the most programs a lane has.
         counter: [B·H·row tiles] int32 zeros; the kernel leaves zeros behind.
     """
 
     lane: Tensor
-    first: Tensor
+    index: Tensor
+    start: Tensor
     chunk: int
     most: int
     counter: Tensor
@@ -46,11 +49,11 @@ def unsupported(q: Tensor, keys: Tensor, values: Tensor) -> str | None:
     return None
 
 
-def plan(capacities: Tensor, *, chunk: int | None = None) -> Splits:
+def plan(starts: Tensor, capacities: Tensor, *, chunk: int | None = None) -> Splits:
     """Cut lanes into chunks; reads the capacities on the host, so once per layout and not per token.
 
     Args:
-        capacities: [B·H] int64, the most keys each lane can hold.
+        starts, capacities: [B·H] int64, each lane's first slot, and the most keys it can hold.
         chunk: keys a program takes; None chooses by the total and the device.
     """
     device, lanes = capacities.device, capacities.shape[0]
@@ -59,9 +62,10 @@ def plan(capacities: Tensor, *, chunk: int | None = None) -> Splits:
         wanted = total / (4 * device_of(device).processors)
         chunk = min(1024, max(128, power_of_two(int(wanted))))
     number = (capacities + chunk - 1).div(chunk, rounding_mode="floor").clamp_min(1)
-    lane = torch.arange(lanes, device=device).repeat_interleave(number).int()
-    first = (number.cumsum(0) - number).int()
-    return Splits(lane, first, chunk, int(number.max()), torch.zeros(lanes, dtype=torch.int32, device=device))
+    lane = torch.arange(lanes, device=device).repeat_interleave(number)
+    index = torch.arange(lane.shape[0], device=device) - (number.cumsum(0) - number)[lane]
+    counter = torch.zeros(lanes, dtype=torch.int32, device=device)
+    return Splits(lane.int(), index.int(), starts[lane] + index * chunk, chunk, int(number.max()), counter)
 
 
 def decode_blocks(rows: int, dim: int, v_dim: int, itemsize: int, device: Device) -> Blocks:
@@ -79,7 +83,6 @@ def attend(
     q: Tensor,
     keys: Tensor,
     values: Tensor,
-    starts: Tensor,
     lens: Tensor,
     splits: Splits,
     *,
@@ -90,7 +93,7 @@ def attend(
     """Attention over ragged storage; see `decantkv.ragged.RaggedStore.attend`.
 
     Args:
-        q: [B, HQ, T, D]; keys: [S, D]; values: [S, Dv]; starts, lens: [B·H] int64; all but q contiguous.
+        q: [B, HQ, T, D]; keys: [S, D]; values: [S, Dv]; lens: [B·H] int64; all but q contiguous.
 
     Returns:
         [B, HQ, T, Dv] in q's dtype.
@@ -112,9 +115,9 @@ def attend(
     device = device_of(q.device)
     cut = decode_blocks(block, dim, v_dim, keys.element_size(), device)
     decode_kernel[(programs, tiles)](
-        q, keys, values, out, part, state, sink_logits, starts, lens, splits.lane, splits.first, counter,
+        q, keys, values, out, part, state, sink_logits, lens, splits.lane, splits.index, splits.start, counter,
         factor, cap2, splits.chunk, *q.stride()[:3], lanes // batch,
-        G=group, T=new, TILES=tiles, D=dim, DV=v_dim, BD=padded_dim(dim), BDV=padded_dim(v_dim), BM=block,
+        G=group, T=new, JOIN=JOIN, TILES=tiles, D=dim, DV=v_dim, BD=padded_dim(dim), BDV=padded_dim(v_dim), BM=block,
         BN=cut.keys, CAPPED=softcap is not None, SINK=sink_logits is not None,
         PRECISION=precision_of(q.dtype, device), num_warps=cut.warps, num_stages=cut.stages, enable_fp_fusion=True,
     )  # fmt: skip
@@ -123,21 +126,21 @@ def attend(
 
 @triton.jit
 def decode_kernel(
-    p_q, p_k, p_v, p_out, p_part, p_state, p_sink, p_starts, p_lens, p_lane, p_first, p_counter,
+    p_q, p_k, p_v, p_out, p_part, p_state, p_sink, p_lens, p_lane, p_index, p_start, p_counter,
     factor, cap2, chunk, s_qb, s_qh, s_qt, heads,
-    G: tl.constexpr, T: tl.constexpr, TILES: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    G: tl.constexpr, T: tl.constexpr, JOIN: tl.constexpr, TILES: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAPPED: tl.constexpr, SINK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid (chunks of lanes, row tiles). Rows of a lane are member·T + t; row t sees T − 1 − t keys fewer."""
     i_work, i_tile = tl.program_id(0), tl.program_id(1)
     i_lane = tl.load(p_lane + i_work)
-    i_first = tl.load(p_first + i_lane)
+    i_chunk = tl.load(p_index + i_work)
+    start = tl.load(p_start + i_work)
     n_keys = tl.load(p_lens + i_lane).to(tl.int32)
-    i_chunk = i_work - i_first
     low = i_chunk * chunk
     if (low < n_keys) | (i_chunk == 0):
-        start = tl.load(p_starts + i_lane).to(tl.int64)
+        start -= low
         high = tl.minimum(low + chunk, n_keys)
         i_row = i_tile * BM + tl.arange(0, BM)
         i_member, i_new = i_row // T, i_row % T
@@ -167,9 +170,9 @@ def decode_kernel(
             b_m = b_new
         o_row = i_work.to(tl.int64) * (TILES * BM) + i_row
         o_state = i_work.to(tl.int64) * (2 * TILES * BM) + i_row
-        tl.store(p_part + o_row[:, None] * DV + i_dv[None, :], b_acc, mask=m_dv[None, :])
-        tl.store(p_state + o_state, b_m)
-        tl.store(p_state + o_state + TILES * BM, b_l)
+        tl.store(p_part + o_row[:, None] * DV + i_dv[None, :], b_acc, mask=m_row[:, None] & m_dv[None, :])
+        tl.store(p_state + o_state, b_m, mask=m_row)
+        tl.store(p_state + o_state + TILES * BM, b_l, mask=m_row)
         number = tl.maximum(tl.cdiv(n_keys, chunk), 1)
         tl.debug_barrier()  # every thread's part is written before the count says so
         done = tl.atomic_add(p_counter + i_lane * TILES + i_tile, 1, sem="acq_rel", scope="gpu")
@@ -181,19 +184,23 @@ def decode_kernel(
                 b_m = tl.load(p_sink + i_head * G + i_member, mask=m_row, other=0.0).to(tl.float32) * 1.4426950408889634
                 b_l += 1.0
             b_acc = tl.zeros([BM, BDV], tl.float32)
-            for i_part in range(number):
-                o_row = (i_first + i_part).to(tl.int64) * (TILES * BM) + i_row
-                o_state = (i_first + i_part).to(tl.int64) * (2 * TILES * BM) + i_row
-                b_m2 = tl.load(p_state + o_state, cache_modifier=".cg")
-                b_l2 = tl.load(p_state + o_state + TILES * BM, cache_modifier=".cg")
-                b_acc2 = tl.load(
-                    p_part + o_row[:, None] * DV + i_dv[None, :], mask=m_dv[None, :], other=0.0, cache_modifier=".cg"
-                )
-                b_new = tl.maximum(b_m, b_m2)
-                b_old, b_add = tl.exp2(b_m - finite(b_new)), tl.exp2(b_m2 - finite(b_new))
-                b_acc = b_acc * b_old[:, None] + b_acc2 * b_add[:, None]
-                b_l = b_l * b_old + b_l2 * b_add
-                b_m = b_new
+            for o_part in range(0, number, JOIN):
+                for i in tl.static_range(JOIN):  # loads that do not wait for each other
+                    i_from = (i_work - i_chunk + o_part + i).to(tl.int64)
+                    m_part = m_row & (o_part + i < number)
+                    o_row = i_from * (TILES * BM) + i_row
+                    o_state = i_from * (2 * TILES * BM) + i_row
+                    b_m2 = tl.load(p_state + o_state, mask=m_part, other=float("-inf"), cache_modifier=".cg")
+                    b_l2 = tl.load(p_state + o_state + TILES * BM, mask=m_part, other=0.0, cache_modifier=".cg")
+                    b_acc2 = tl.load(
+                        p_part + o_row[:, None] * DV + i_dv[None, :], mask=m_part[:, None] & m_dv[None, :], other=0.0,
+                        cache_modifier=".cg",
+                    )  # fmt: skip
+                    b_new = tl.maximum(b_m, b_m2)
+                    b_old, b_add = tl.exp2(b_m - finite(b_new)), tl.exp2(b_m2 - finite(b_new))
+                    b_acc = b_acc * b_old[:, None] + b_acc2 * b_add[:, None]
+                    b_l = b_l * b_old + b_l2 * b_add
+                    b_m = b_new
             b_out = b_acc / tl.where(b_l > 0, b_l, 1.0)[:, None]
             o_out = ((i_batch * heads + i_head).to(tl.int64) * G + i_member) * T + i_new
             tl.store(

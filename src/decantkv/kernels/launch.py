@@ -22,7 +22,7 @@ from decantkv.kernels.blocks import (
     score_blocks,
     split_keys,
 )
-from decantkv.kernels.launcher import Launch, aligned, current_stream, on_device
+from decantkv.kernels.launcher import Launch, address, aligned, current_stream, on_device
 from decantkv.kernels.primitives import INTERPRETED, LOG2E
 from decantkv.kernels.score import MASS, PERTURBATION, add_dominant_kernel, dominant_cost_kernel, score_kernel
 
@@ -172,14 +172,15 @@ def _prepare(
         "BS": power_of_two(splits), "CHUNK": min(MERGE_CHUNK, power_of_two(splits)), "SINK": sink_logits is not None,
     }  # fmt: skip
     tiles = {"BD": bd, "BDV": bdv, **modes}
+    scratch = not one_pass or values
     return Prepared(
         plan=chosen,
         one_pass=one_pass,
         values=values,
         groups=groups,
         rows=padded,
-        part_words=groups * splits * padded * (width + (4 if not one_pass else 2)),
-        row_words=groups * padded * (width + 3 if not one_pass else 2),
+        part_words=groups * splits * padded * (width + (4 if not one_pass else 2)) if scratch else 0,
+        row_words=groups * padded * (width + 3 if not one_pass else 2) if scratch else 16,
         scalars=(n_keys, chosen.keys_per_split, splits, factor, cap2),
         strides=(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]),
         attend=Launch(
@@ -220,23 +221,29 @@ def _run(
     strides_v = p.strides[6:]
     stream = current_stream(k.device)
     scores = torch.empty(k.shape[:3], dtype=torch.float32, device=k.device)
-    part = rows = scores
-    if not p.one_pass or p.values:
-        part = torch.empty(p.part_words, dtype=torch.float32, device=k.device)
-        rows = torch.empty(p.row_words, dtype=torch.float32, device=k.device)
+    scratch = torch.empty(p.part_words + p.row_words, dtype=torch.float32, device=k.device)
+    strides_out = v.stride()[:3] if out is None else out.stride()[:3]
+    at: tuple[Any, ...]
+    if p.score.ready and (p.one_pass or p.merge.ready) and (not p.one_pass or not p.values or p.add_dominant.ready):
+        base = scratch.data_ptr()
+        at = (q.data_ptr(), k.data_ptr(), v.data_ptr(), address(start), address(sink_logits), address(out), address(lse),
+              scores.data_ptr(), base, base + 4 * p.part_words)  # fmt: skip
+    else:
+        at = (q, k, v, start, sink_logits, out, lse, scores, scratch, scratch[p.part_words :])
+    p_q, p_k, p_v, p_start, p_sink, p_out, p_lse, p_scores, p_part, p_rows = at
     if not p.one_pass:
-        out, lse = v, rows
+        p_out, p_lse = p_v, p_rows
         p.attend(
             (splits * (p.rows // p.plan.attend.rows), p.groups, 1), stream,
-            q, k, v, part, start, *p.scalars, *p.strides, heads,
+            p_q, p_k, p_v, p_part, p_start, *p.scalars, *p.strides, heads,
         )  # fmt: skip
-        p.merge((p.rows, p.groups, 1), stream, v, part, sink_logits, rows, splits, *strides_v, heads)
-    out = v if out is None else out
+        p.merge((p.rows, p.groups, 1), stream, p_v, p_part, p_sink, p_rows, splits, *strides_v, heads)
     p.score(
         (splits, p.groups, 1), stream,
-        q, k, v, out, lse, rows, scores, part, start, *p.scalars, *p.strides, *out.stride()[:3], heads,
+        p_q, p_k, p_v, p_v if p_out is None else p_out, p_lse, p_rows, p_scores, p_part, p_start,
+        *p.scalars, *p.strides, *strides_out, heads,
     )  # fmt: skip
     if p.one_pass and p.values:
-        p.dominant_cost((p.rows, p.groups, 1), stream, v, part, lse, sink_logits, rows, splits, *strides_v, heads)
-        p.add_dominant((p.groups, 1, 1), stream, scores, rows, k.shape[2])
+        p.dominant_cost((p.rows, p.groups, 1), stream, p_v, p_part, p_lse, p_sink, p_rows, splits, *strides_v, heads)
+        p.add_dominant((p.groups, 1, 1), stream, p_scores, p_rows, k.shape[2])
     return scores

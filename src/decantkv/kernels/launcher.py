@@ -20,7 +20,8 @@ class Launch:
     """A Triton kernel bound to constants and options; runtime arguments come first in its signature.
 
     Whoever holds one promises that everything else Triton specialises on stays the same from call to call: dtypes,
-    None, 16-byte alignment of pointers and the values of specialised integers.
+    None, 16-byte alignment of pointers and the values of specialised integers. Once it is `ready`, pointers may be
+    plain addresses, which spares a query of the driver for each.
     """
 
     __slots__ = ("_compiled", "_constants", "_kernel", "_options", "_values")
@@ -32,6 +33,11 @@ class Launch:
         self._options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
         self._compiled: tuple[Any, Any, Any] | None = None
 
+    @property
+    def ready(self) -> bool:
+        """Whether it is compiled."""
+        return self._compiled is not None
+
     def __call__(self, grid: tuple[int, int, int], stream: int, *args: Any) -> None:
         """Launch on the current device and its current `stream`; constants follow `args` in the signature's order."""
         if self._compiled is not None:
@@ -42,6 +48,11 @@ class Launch:
         else:
             compiled = self._kernel[grid](*args, **self._constants, **self._options)
             self._compiled = compiled.run, compiled.function, compiled.packed_metadata
+
+
+def address(tensor: torch.Tensor | None) -> int | None:
+    """Where a tensor starts."""
+    return None if tensor is None else tensor.data_ptr()
 
 
 def current_stream(device: torch.device) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any, get_args
@@ -50,7 +51,7 @@ def compute(
 
 
 def _choose(quantity: Quantity, win: AttentionWindow, reduce: Reduce, options: dict[str, Any]) -> Impl:
-    on_gpu = win.k.is_cuda and importlib.util.find_spec("triton") is not None
+    on_gpu = win.k.is_cuda and _installed("triton")
     return "triton" if on_gpu and _triton_unsupported(quantity, win, reduce, options) is None else "torch"
 
 
@@ -59,11 +60,17 @@ def _triton_unsupported(
 ) -> str | None:
     if quantity not in ("perturbation", "attention_mass") or options:
         return f"the kernels compute no {quantity} with {options}" if options else f"the kernels compute no {quantity}"
-    if importlib.util.find_spec("triton") is None:
+    if not _installed("triton"):
         return "the package triton is not installed (pip install decantkv[triton])"
     reason: str | None = _module("triton").unsupported(win, quantity=quantity, reduce=reduce)
     return reason
 
 
+@functools.cache
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+@functools.cache
 def _module(impl: Impl) -> Any:
     return importlib.import_module(f"decantkv.scoring.{_MODULES[impl]}")
