@@ -45,6 +45,15 @@ class Budget:
             raise ValueError(f"budget: expected {wanted}, got {budget!r}")
         return cls(budget if isinstance(budget, Fraction) else Fraction(repr(float(budget))), None)
 
+    @classmethod
+    def of_share(cls, share: str | Fraction) -> Budget:
+        """An exact fraction, as "1/20" or "0.05" or itself.
+
+        Raises:
+            ValueError: outside (0, 1], or no fraction.
+        """
+        return cls.parse(Fraction(share))
+
     def check_fixed(self, fixed: int, names: str) -> None:
         """Raise ValueError when a number of tokens is below what is always kept."""
         if self.tokens is not None and self.tokens < fixed:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 ROOM = 128  # slots a store gains when it must grow and nobody said how many tokens will come

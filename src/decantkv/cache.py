@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,10 +16,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from decantkv import interface
+from decantkv import files, interface
 from decantkv.allocation import AllocationRule
 from decantkv.budget import Budget
 from decantkv.interface import Hold
+from decantkv.joining import join
 from decantkv.layers import EvictingLayer, PromptLayer, gather, window_of
 from decantkv.methods import Method
 from decantkv.needs import rotation
@@ -138,6 +140,70 @@ class EvictingCache(DynamicCache):
         """What was kept and dropped so far."""
         return self.recorder.report()
 
+    def save(self, path: str | os.PathLike[str], *, prompt: Tensor | None = None) -> None:
+        """Write what was kept to a safetensors file, with the settings and fingerprints of model and prompt.
+
+        Args:
+            path: replaced only when the new file is whole.
+            prompt: the prompt's token ids [B, N], to be compared when the file is loaded.
+
+        Raises:
+            ValueError: a prompt is being read, or the method or allocation is not decantkv's own.
+        """
+        about = {
+            "settings": files.settings_as_dict(self.settings),
+            "model": files.model_fingerprint(self._hold.model()),
+            "prompt": files.prompt_fingerprint(prompt),
+        }
+        files.write(path, self.layers, about)
+
+    @classmethod
+    def load(
+        cls, path: str | os.PathLike[str], model: PreTrainedModel, *, prompt: Tensor | None = None
+    ) -> EvictingCache:
+        """The cache that `save` wrote, on the devices of the model's layers.
+
+        Args:
+            model: the one that read the prompt: same weights in the same dtype.
+            prompt: token ids [B, N] that must be those given to `save`; None leaves them unchecked.
+
+        Raises:
+            ValueError: no such file, one that was changed, or one of another model or prompt.
+        """
+        about, tensors = files.read(path)
+        check_model(model)
+        if about["model"] != files.model_fingerprint(model):
+            raise ValueError(f"model: expected the one whose cache {path} holds, got other weights, shapes or dtypes")
+        if prompt is not None and about["prompt"] != files.prompt_fingerprint(prompt):
+            raise ValueError(f"prompt: expected the one whose cache {path} holds, got another")
+        settings = files.settings_from_dict(about["settings"])
+        cache = cls.of(model, settings, new_recorder(settings))
+        files.restore(cache.layers, about, tensors, layer_devices(model, len(cache.layers)))
+        return cache
+
+    @classmethod
+    def cat(cls, caches: Sequence[EvictingCache]) -> EvictingCache:
+        """The rows of several caches as one batch; the caches stay as they are.
+
+        Prompts that were read in groups go on together: give the next forward the ids (or the attention mask) of all
+        rows, padded on the left to the longest.
+
+        Raises:
+            ValueError: none, an empty one, caches of different models or settings, or prompts of unequal padded
+                length where the model has layers that keep positions of their own.
+        """
+        if not caches:
+            raise ValueError("caches: expected at least one, got none")
+        first = caches[0]
+        model = first._hold.model()
+        for other in caches[1:]:
+            if other._hold.model() is not model or other.settings != first.settings:
+                raise ValueError("caches: expected caches of one model and one setting, got different ones")
+        joined = cls.of(model, first.settings, first.recorder)
+        for i, layer in enumerate(joined.layers):
+            join(layer, [cache.layers[i] for cache in caches])
+        return joined
+
 
 @contextmanager
 def deferred(cache: DynamicCache) -> Iterator[None]:
@@ -200,6 +266,17 @@ def check_model(model: object) -> None:
 def text_config(model: PreTrainedModel) -> Any:
     """The configuration of the model's text decoder."""
     return model.config.get_text_config(decoder=True)
+
+
+def layer_devices(model: PreTrainedModel, number: int) -> list[torch.device]:
+    """Where each of the model's first `number` layers has its weights."""
+    devices = [model.device] * number
+    for part in model.modules():
+        index = getattr(part, "layer_idx", None)
+        weight = next(part.parameters(), None) if isinstance(index, int) and 0 <= index < number else None
+        if weight is not None and isinstance(index, int):
+            devices[index] = weight.device
+    return devices
 
 
 def replace_layers(cache: DynamicCache, model: PreTrainedModel, new: Callable[[int], PromptLayer]) -> int:

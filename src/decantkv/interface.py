@@ -126,6 +126,17 @@ class Hold:
         self._model = weakref.ref(model)
         self._release = weakref.finalize(self, _release, _acquire(model))
 
+    def model(self) -> nn.Module:
+        """The model held.
+
+        Raises:
+            RuntimeError: it is gone.
+        """
+        model = self._model()
+        if model is None:
+            raise RuntimeError("the cache's model is gone")
+        return model
+
     def close(self) -> None:
         """Let go; the last holder restores every function."""
         self._release()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -111,9 +111,9 @@ class RaggedStore:
         if kernel is None or kernel.unsupported(q, self.keys, self.values) is not None:
             return self._attend_in_tiles(q, scale, softcap, sink_logits)
         if self._splits is None:
-            self._splits = kernel.plan(self.lens + self.room)
+            self._splits = kernel.plan(self.starts, self.lens + self.room)
         attended: Tensor = kernel.attend(
-            q, self.keys, self.values, self.starts, self.lens, self._splits,
+            q, self.keys, self.values, self.lens, self._splits,
             scale=scale, softcap=softcap, sink_logits=sink_logits,
         )  # fmt: skip
         return attended
@@ -235,6 +235,26 @@ class RaggedStore:
         return cls(
             state["keys"], state["values"], starts, lens, batch=batch, room=room, appended=appended
         )  # fmt: skip
+
+    @classmethod
+    def cat(cls, stores: Sequence[RaggedStore]) -> RaggedStore:
+        """The rows of several stores as one, without room; the stores stay as they are."""
+        packed = [store._filled() for store in stores]
+        lens = torch.cat([store.lens for store in stores])
+        return cls(
+            torch.cat([s.keys[slots] for s, slots in zip(stores, packed, strict=True)]),
+            torch.cat([s.values[slots] for s, slots in zip(stores, packed, strict=True)]),
+            lens.cumsum(0) - lens,
+            lens,
+            batch=sum(store.batch for store in stores),
+            appended=min(store.appended for store in stores),
+        )
+
+    def _filled(self) -> Tensor:
+        """[Σ lens] int64: the slots that hold a token, lane after lane."""
+        ends = self.lens.cumsum(0)
+        lane = torch.repeat_interleave(self.lens)
+        return torch.arange(lane.shape[0], device=lane.device) - (ends - self.lens - self.starts)[lane]
 
     def to(self, device: torch.device | str) -> None:
         """Move everything to a device."""

@@ -1,0 +1,209 @@
+"""Evicted caches in safetensors files: what was kept, by which settings, of which model and prompt.
+
+A file carries a digest over all it says, so that a changed one is refused, and fingerprints of the model's weights
+and, where it was given, of the prompt. Writing replaces an older file only when the new one is whole.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers.cache_utils import CacheLayerMixin
+
+from decantkv.allocation import RULES, AllocationRule
+from decantkv.budget import Budget
+from decantkv.layers import PromptLayer
+from decantkv.methods import METHODS
+from decantkv.options import Span
+from decantkv.ragged import RaggedStore
+from decantkv.ragged_layers import RaggedLayer
+from decantkv.selection import Kept
+from decantkv.settings import Settings
+
+FORMAT = 1
+SAMPLE = 64  # elements of every weight that a model's fingerprint looks at
+
+
+def settings_as_dict(settings: Settings) -> dict[str, Any]:
+    """Settings as JSON can hold them; `settings_from_dict` reads them.
+
+    Raises:
+        ValueError: a method or an allocation that is not decantkv's own.
+    """
+    method, rule, budget = settings.method, settings.allocation, settings.budget
+    if METHODS.get(method.name) is not type(method):
+        raise ValueError(f"method: expected one of decantkv's own in a file, got {type(method).__name__}")
+    if type(RULES.get(rule.name)) is not type(rule):
+        raise ValueError(f"allocation: expected one of decantkv's own in a file, got {type(rule).__name__}")
+    return {
+        "method": {"name": method.name, **dataclasses.asdict(method)},
+        "allocation": {"name": rule.name, **dataclasses.asdict(rule)},
+        "budget": budget.tokens if budget.share is None else str(budget.share),
+        "sinks": settings.sinks,
+        "protect": settings.protect,
+        "impl": settings.impl,
+    }
+
+
+def settings_from_dict(saved: Mapping[str, Any]) -> Settings:
+    """The settings that `settings_as_dict` wrote."""
+    method, rule = dict(saved["method"]), dict(saved["allocation"])
+    kind: type[AllocationRule] = type(RULES[rule.pop("name")])
+    budget, spans = saved["budget"], [(int(a), int(b)) for a, b in saved["protect"]]
+    protect: Sequence[Span] = spans
+    return Settings.parse(
+        METHODS[method.pop("name")](**method),
+        budget=Budget.of_share(budget) if isinstance(budget, str) else budget,
+        allocation=kind(**rule),
+        sinks=saved["sinks"],
+        protect=protect,
+        impl=saved["impl"],
+    )
+
+
+def model_fingerprint(model: nn.Module) -> str:
+    """A digest of every weight's name, shape, dtype and a sample of its values, wherever the weights lie."""
+    digest = hashlib.sha256()
+    for name, weight in model.named_parameters():
+        flat = weight.detach().flatten()
+        sample = flat[:: max(1, flat.shape[0] // SAMPLE)][:SAMPLE].cpu()
+        digest.update(f"{name} {list(weight.shape)} {weight.dtype}".encode())
+        digest.update(_raw(sample))
+    return digest.hexdigest()
+
+
+def prompt_fingerprint(prompt: Tensor | None) -> str | None:
+    """A digest of token ids, on whatever device and of whatever integer type; None of none."""
+    if prompt is None:
+        return None
+    ids = torch.as_tensor(prompt).to("cpu", torch.int64).contiguous()
+    return hashlib.sha256(str(list(ids.shape)).encode() + _raw(ids)).hexdigest()
+
+
+def write(path: str | os.PathLike[str], layers: Sequence[CacheLayerMixin], about: Mapping[str, Any]) -> None:
+    """Write layers and a JSON-able description; an interrupted write leaves an older file as it was.
+
+    Raises:
+        ValueError: a layer still reads its prompt, or is of a kind that cannot be written.
+    """
+    tensors, kinds = {}, []
+    for i, layer in enumerate(layers):
+        kind, state = _state(layer, i)
+        kinds.append(kind)
+        tensors.update({f"{i}.{name}": x.detach().cpu().contiguous().clone() for name, x in state.items()})
+    text = json.dumps({**about, "format": FORMAT, "layers": kinds}, sort_keys=True)
+    target = Path(path)
+    handle, scratch = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}-")
+    try:
+        os.close(handle)
+        save_file(tensors, scratch, metadata={"decantkv": text, "digest": _digest(text, tensors)})
+        with open(scratch, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(scratch, target)
+    except BaseException:
+        Path(scratch).unlink(missing_ok=True)
+        raise
+
+
+def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The description and the tensors of a file, on the CPU.
+
+    Raises:
+        ValueError: no file of ours, or one that was changed since it was written.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            marks = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a mapping
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"path: expected a cache that was saved, got {path}: {error}") from error
+    if "decantkv" not in marks:
+        raise ValueError(f"path: expected a cache that was saved, got another safetensors file {path}")
+    if marks.get("digest") != _digest(marks["decantkv"], tensors):
+        raise ValueError(f"path: expected the file as it was written, got {path}, which was changed since")
+    about: dict[str, Any] = json.loads(marks["decantkv"])
+    if about["format"] != FORMAT:
+        raise ValueError(f"path: expected a file of format {FORMAT}, got {about['format']}")
+    return about, tensors
+
+
+def restore(
+    layers: Sequence[CacheLayerMixin],
+    about: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    devices: Sequence[torch.device],
+) -> None:
+    """Fill empty layers from a file's contents, each on its device.
+
+    Raises:
+        ValueError: the model's layers are of other kinds than the file's.
+    """
+    for i, (layer, numbers) in enumerate(zip(layers, about["layers"], strict=True)):
+        if type(layer).__name__ != numbers["kind"]:
+            raise ValueError(
+                f"path: expected {numbers['kind']} as layer {i}, got a {type(layer).__name__} in the model"
+            )
+        state = {n.partition(".")[2]: x.to(devices[i]) for n, x in tensors.items() if n.partition(".")[0] == str(i)}
+        if not isinstance(layer, PromptLayer):
+            if state:
+                layer.update(state["keys"], state["values"])
+            layer.cumulative_length = numbers["logical"]
+            continue
+        layer.logical = numbers["logical"]
+        if "indices" in state:
+            rows = numbers["rows"]
+            layer.kept = Kept(state["indices"], state["counts"], None if rows is None else tuple(rows))
+        if "lens" in state and isinstance(layer, RaggedLayer):
+            state["numbers"] = state["numbers"].cpu()
+            layer.lanes = RaggedStore.from_state(state)
+        elif "keys" in state:
+            layer.fill(state["keys"], state["values"])
+            layer.valid = state.get("valid")
+
+
+def _state(layer: CacheLayerMixin, index: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What a layer is, as numbers and tensors."""
+    kind = type(layer).__name__
+    if not isinstance(layer, PromptLayer):
+        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+        length = getattr(layer, "cumulative_length", 0)
+        if not isinstance(keys, Tensor) or not isinstance(values, Tensor) or not isinstance(length, int):
+            raise ValueError(f"cache: expected layers of keys and values that were used, got {kind} as layer {index}")
+        return {"kind": kind, "logical": length}, {"keys": keys, "values": values}
+    if layer.prompt is not None:
+        raise ValueError(f"cache: expected a prompt that is read to its end, got one in chunks in layer {index}")
+    state: dict[str, Tensor] = {}
+    if isinstance(layer, RaggedLayer) and layer.lanes is not None:
+        state = layer.lanes.state()
+    elif layer.store is not None:
+        state = {"keys": layer.store.keys, "values": layer.store.values}
+    if layer.valid is not None:
+        state["valid"] = layer.valid
+    if layer.kept is not None:
+        state |= {"indices": layer.kept.indices, "counts": layer.kept.counts}
+    rows = None if layer.kept is None else layer.kept.rows
+    return {"kind": kind, "logical": layer.logical, "rows": rows}, state
+
+
+def _digest(text: str, tensors: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256(text.encode())
+    for name in sorted(tensors):
+        digest.update(f"{name} {tensors[name].dtype} {list(tensors[name].shape)}".encode())
+        digest.update(_raw(tensors[name]))
+    return digest.hexdigest()
+
+
+def _raw(x: Tensor) -> bytes:
+    flat = x.contiguous().flatten()
+    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
