@@ -70,6 +70,10 @@ def test_every_number_stands_under_its_regime_and_beside_its_interval(page):
     assert "below 0.3: cwe 0.10" in text
     assert "6.4 MB" in text  # 5 % of 128 MB
     assert "tiny-&lt;b&gt;model&lt;/b&gt;" in text
+    for mark, low, high in re.findall(
+        r'<td( class="clear")?>-?\d\.\d{3} \[(-?[\d.]+), (-?[\d.]+)\]</td><td>\w+ \d', text
+    ):
+        assert bool(mark) == (float(low) > 0 or float(high) < 0)
 
 
 def test_nothing_is_loaded_from_elsewhere(page):
@@ -152,5 +156,5 @@ def test_a_browser_shows_it_whole_on_a_phone_and_a_desk(page, width, tmp_path):
     assert seen["title"] == "decantkv results"
     assert seen["overflow"] <= 0
     assert seen["wide"] == 0
-    assert min(900, seen["width"] - 100) <= seen["svg"][0] <= seen["width"]
+    assert min(760, seen["width"] - 100) <= seen["svg"][0] <= seen["width"]
     assert seen["svg"][1] > 200

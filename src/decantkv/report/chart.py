@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from html import escape
 
 WIDTH, HEIGHT = 640, 360
-LEFT, RIGHT, TOP, BOTTOM = 52, 12, 12, 44
+LEFT, RIGHT, TOP, BOTTOM = 64, 12, 12, 50
+COLOURS = 12  # of the page's palette; beyond it a colour comes again with another mark
 MARKS = ("circle", "square", "diamond", "triangle")
 
 
@@ -33,7 +34,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Line:
-    """A method's points and its place in the palette."""
+    """A method's points and its number on the page, which decides colour and mark."""
 
     name: str
     colour: int
@@ -71,11 +72,11 @@ def chart(lines: Sequence[Line], *, label: str, full: float | None = None, full_
     for line in lines:
         placed = sorted(line.points, key=lambda p: p.x)
         path = " ".join(f"{at_x(p.x):.1f},{at_y(p.y):.1f}" for p in placed)
-        parts.append(f'<g class="line c{line.colour}"><polyline points="{path}"/>')
+        parts.append(f'<g class="line c{line.colour % COLOURS} m{line.colour}"><polyline points="{path}"/>')
         for p in placed:
             x, y = at_x(p.x), at_y(p.y)
             bar = f'<line class="bar" x1="{x:.1f}" x2="{x:.1f}" y1="{at_y(p.low):.1f}" y2="{at_y(p.high):.1f}"/>'
-            mark = _mark(MARKS[line.colour % len(MARKS)], x, y)
+            mark = _mark(MARKS[(line.colour + line.colour // COLOURS) % len(MARKS)], x, y)
             parts.append(f'{bar}<a href="#{p.link}"><title>{escape(p.title)}</title>{mark}</a>')
         parts.append("</g>")
     return "".join([*parts, "</svg>"])
@@ -90,7 +91,8 @@ def _axes(
             x = at_x(share)
             parts.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>')
             parts.append(
-                f'<text class="tick" x="{x:.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{share:.0%}</text>'
+                f'<text class="tick" x="{x:.1f}" y="{HEIGHT - BOTTOM + 16}" '
+                f'text-anchor="{"end" if share == 1 else "middle"}">{share:.0%}</text>'
             )
     for i in range(5):
         value = top * i / 4

@@ -87,7 +87,7 @@ def section(folder: Path, number: int) -> Section:
         configuration=run["configuration"],
         sessions=run["sessions"],
         prompts=sum(row["row"] == "prompt" for row in rows),
-        legend=[(policy, colour % 12) for policy, colour in colours.items()],
+        legend=list(colours.items()),
     )
     ids = _Cells(made, rows)
     for measure, label in _measures(rows):
@@ -179,7 +179,7 @@ def _panel(
                 for s in summaries
                 if s.policy == policy and (v := values.get((s.policy, s.budget))) is not None
             )
-            lines.append(Line(policy, colours[policy] % 12, points))
+            lines.append(Line(policy, colours[policy], points))
         return lines
 
     whole = lines_of({(s.policy, s.budget): s.score for s in summaries})
@@ -226,7 +226,7 @@ def _line(s: Summary, link: str, rows: Sequence[Mapping[str, Any]], scored: bool
         "memory": f"{s.bytes * float(np.mean(megabytes)):,.1f} MB" if megabytes else "",
         "score": str(s.score),
         "against": str(s.against) if s.against else "",
-        "clear": bool(s.against and (s.against.low > 0 or s.against.high < 0)),
+        "decided": bool(s.against and (s.against.low > 0 or s.against.high < 0)),
         "worst": f"{s.worst} {worst.mean:.2f} of {full:.2f}" if scored else "",
         "losing": f"{s.losing:.0%}" if scored else "",
         "drift": f"{s.drift:+.1f}" if scored else "",
