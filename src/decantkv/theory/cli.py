@@ -118,7 +118,8 @@ def _tell(out: Path) -> None:
     from decantkv.theory.summary import summary
     from decantkv.theory.verify import read
 
-    paths = sorted([*out.glob("rows*.jsonl"), *out.glob("rows*.jsonl.gz")])
+    packed = [path for path in out.glob("rows*.jsonl.gz") if not path.with_suffix("").exists()]
+    paths = sorted([*out.glob("rows*.jsonl"), *packed])
     if not paths:
         raise ValueError(f"out: expected rows*.jsonl in {out} or a --model to measure, got neither")
     header, records = read(paths)

@@ -38,7 +38,7 @@ def page(header: Record, records: Sequence[Record], path: Path) -> None:
     _by_k(axes[4], [r for r in ratios if (r["scope"], r["pool"]) == ("row", "lowest")], layers)
     _moves(axes[5], fields_of(records, "eviction"))
     kept = f"{header['tokens']:,} tokens, {header['plan']['n_keep']:,} kept per head"
-    figure.suptitle(f"{header['model']}, {kept}, {header['method']}", fontsize=10)
+    figure.suptitle(f"{header['model']}, {kept}\n{header['method']}", fontsize=10)
     figure.savefig(path, dpi=110, metadata={"Software": None} if path.suffix == ".png" else None)
 
 
