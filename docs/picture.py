@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
+from typing import Any
 
-import matplotlib
-import torch
-
-matplotlib.use("svg")
 import matplotlib.pyplot as plt
+import torch
 
 from decantkv import EvictingCache
 from decantkv.cache import cache_argument
@@ -17,13 +16,13 @@ from decantkv.models import load
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "demo"))
-import demo  # the same document, fact and budget
+demo = importlib.import_module("demo")  # the same document, fact and budget
 
 BINS = 160
 
 
 @torch.no_grad()
-def kept_map(model, inputs, method: str) -> torch.Tensor:
+def kept_map(model: Any, inputs: Any, method: str) -> torch.Tensor:
     """[layers, BINS] the share of heads and tokens that each stretch of the prompt keeps."""
     cache = EvictingCache(model, method, budget=demo.BUDGET)
     model(**inputs, **{cache_argument(model): cache})
@@ -39,6 +38,7 @@ def main(model_path: str) -> None:
     inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
     length = inputs["input_ids"].shape[1]
     before = len(tokenizer(prompt[: prompt.index(demo.FACT)], add_special_tokens=False)["input_ids"])
+    plt.switch_backend("svg")
     figure, axes = plt.subplots(2, 1, figsize=(9, 3.6), sharex=True, layout="constrained")
     for axis, (method, said) in zip(axes, (("dropkv", "7392, right"), ("random", "wrong")), strict=True):
         image = axis.imshow(

@@ -1,6 +1,7 @@
 """Answer from a long prompt with a tenth of its cache.  python examples/generate.py MODEL [FILE]"""
 
 import sys
+from pathlib import Path
 
 import torch
 
@@ -8,7 +9,7 @@ import decantkv
 from decantkv.models import chat_prompt, load
 
 model, tokenizer = load(sys.argv[1])
-text = open(sys.argv[2], encoding="utf-8").read() if len(sys.argv) > 2 else "All work and no play. " * 200
+text = Path(sys.argv[2]).read_text(encoding="utf-8") if len(sys.argv) > 2 else "All work and no play. " * 200
 prompt, templated = chat_prompt(tokenizer, text + "\n\nWhat is this text about?")
 inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=not templated).to(model.device)
 
