@@ -53,9 +53,9 @@ def check(name, dtype, *, softcap=None, sinks=False, device="cpu"):
         lanes.append((k, v))
     q = torch.randn(batch, new, heads * group, dim, generator=g).to(dtype).transpose(1, 2)
     sink_logits = torch.randn(heads * group, generator=g) if sinks else None
-    splits = decode.plan(capacity.to(device), chunk=chunk)
+    splits = decode.plan(starts.to(device), capacity.to(device), chunk=chunk)
     want = reference(q, lanes, 0.4, softcap, sink_logits)
-    moved = [x.to(device) for x in (q, keys, values, starts, lens)]
+    moved = [x.to(device) for x in (q, keys, values, lens)]
     sink_logits = None if sink_logits is None else sink_logits.to(device)
     results = [
         decode.attend(*moved, splits, scale=0.4, softcap=softcap, sink_logits=sink_logits).cpu() for _ in range(2)

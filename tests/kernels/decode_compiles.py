@@ -12,7 +12,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from decantkv.kernels.blocks import Device, padded_dim
-from decantkv.kernels.decode import decode_blocks, decode_kernel
+from decantkv.kernels.decode import JOIN, decode_blocks, decode_kernel
 
 TARGETS = {
     "sm80": (GPUTarget("cuda", 80, 32), Device("cuda", 108, 166912)),
@@ -21,14 +21,14 @@ TARGETS = {
     "sm120": (GPUTarget("cuda", 120, 32), Device("cuda", 170, 101376)),
     "gfx942": (GPUTarget("hip", "gfx942", 64), Device("hip", 304, 65536)),
 }
-POINTERS = {"p_starts": "*i64", "p_lens": "*i64", "p_lane": "*i32", "p_first": "*i32", "p_counter": "*i32",
+POINTERS = {"p_start": "*i64", "p_lens": "*i64", "p_lane": "*i32", "p_index": "*i32", "p_counter": "*i32",
             "p_part": "*fp32", "p_state": "*fp32"}  # fmt: skip
 
 
-def compiled(target, device, dim, dtype, rows, *, new=1, itemsize=2):
-    cut = decode_blocks(rows, dim, dim, itemsize, device)
+def compiled(target, device, dim, dtype, rows, *, new=1, itemsize=2, chunk=512):
+    cut = decode_blocks(rows, dim, dim, itemsize, chunk, device)
     constants = {
-        "p_sink": None, "G": rows // new, "T": new, "TILES": 1, "D": dim, "DV": dim, "BD": padded_dim(dim),
+        "p_sink": None, "G": rows // new, "T": new, "JOIN": JOIN, "TILES": 1, "D": dim, "DV": dim, "BD": padded_dim(dim),
         "BDV": padded_dim(dim), "BM": rows, "BN": cut.keys, "CAPPED": False, "SINK": False,
         "PRECISION": "tf32x3" if dtype == "fp32" and device.backend == "cuda" else "ieee",
     }  # fmt: skip
@@ -69,9 +69,10 @@ def main(names):
             (128, "bf16", 16, 1, 2), (64, "bf16", 16, 1, 2), (128, "bf16", 64, 16, 2), (256, "fp16", 16, 1, 2),
             (80, "fp32", 16, 1, 4),
         ):  # fmt: skip
-            kernel = compiled(target, device, dim, dtype, rows, new=new, itemsize=itemsize)
-            assert kernel.metadata.shared <= device.shared_bytes, (name, dim, dtype, rows, kernel.metadata.shared)
-            assert spilled(kernel, target) == 0, (name, dim, dtype, rows)
+            for chunk in (512, 2048):
+                kernel = compiled(target, device, dim, dtype, rows, new=new, itemsize=itemsize, chunk=chunk)
+                assert kernel.metadata.shared <= device.shared_bytes, (name, dim, dtype, rows, kernel.metadata.shared)
+                assert spilled(kernel, target) == 0, (name, dim, dtype, rows)
         print(f"{name}: decode kernel compiles, no spills", flush=True)
 
 

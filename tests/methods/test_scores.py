@@ -217,7 +217,7 @@ def test_criticalkv_bounds_by_the_projected_value(shape, impl):
         v = values_of(win, b, head)
         heads = range(head * shape.group, (head + 1) * shape.group)
         norm = sum((v @ win.output_projection[h].double()).abs().sum(-1) for h in heads) / shape.group
-        return (sum(p for p, _ in rows_of(win, b, head)) / shape.group + 1e-4) * norm
+        return (sum(p for p, _ in rows_of(win, b, head)) / shape.group + 1e-4 * shape.window) * norm
 
     expect(win, CriticalKV(window=shape.window).score(win, impl=impl), wanted)
 

@@ -18,7 +18,7 @@ from decantkv.kernels.launch import device_of, precision_of
 from decantkv.kernels.primitives import LOG2E, dot, finite, to_logits2
 
 MAX_DIM = 256
-JOIN = 4  # parts that are read at once when a lane's are joined
+JOIN = 8  # parts that are read at once when a lane's are joined
 MAX_ROWS = 64  # query rows a program holds; more are taken by further programs
 
 
@@ -57,10 +57,8 @@ def plan(starts: Tensor, capacities: Tensor, *, chunk: int | None = None) -> Spl
         chunk: keys a program takes; None chooses by the total and the device.
     """
     device, lanes = capacities.device, capacities.shape[0]
-    total = int(capacities.sum())
     if chunk is None:
-        wanted = total / (4 * device_of(device).processors)
-        chunk = min(1024, max(128, power_of_two(int(wanted))))
+        chunk = keys_per_program(int(capacities.sum()), device_of(device))
     number = (capacities + chunk - 1).div(chunk, rounding_mode="floor").clamp_min(1)
     lane = torch.arange(lanes, device=device).repeat_interleave(number)
     index = torch.arange(lane.shape[0], device=device) - (number.cumsum(0) - number)[lane]
@@ -68,10 +66,27 @@ def plan(starts: Tensor, capacities: Tensor, *, chunk: int | None = None) -> Spl
     return Splits(lane.int(), index.int(), starts[lane] + index * chunk, chunk, int(number.max()), counter)
 
 
-def decode_blocks(rows: int, dim: int, v_dim: int, itemsize: int, device: Device) -> Blocks:
-    """Block sizes: 64 keys in three stages where they fit, fewer where head_dim, dtype or shared memory ask for it."""
+def keys_per_program(total: int, device: Device) -> int:
+    """How finely lanes are cut, by the keys there are for each multiprocessor.
+
+    Few keys: as many programs as it takes to occupy the device once. More: long programs, of which two share a
+    multiprocessor for one wave. Many: shorter ones again, so that the last wave is levelled out.
+    """
+    each = total // device.processors
+    if each <= 1024:
+        return min(512, max(128, power_of_two(each)))
+    return 2048 if each <= 8192 else 1024
+
+
+def decode_blocks(rows: int, dim: int, v_dim: int, itemsize: int, chunk: int, device: Device) -> Blocks:
+    """Block sizes: deep enough to hide memory's latency, within what shared memory holds.
+
+    A short chunk runs alone on its multiprocessor and takes twice the keys a step.
+    """
     key_bytes = (padded_dim(dim) + padded_dim(v_dim)) * itemsize
     keys, stages = (32, 2) if itemsize == 4 or max(dim, v_dim) > 128 else (64, 3)
+    if chunk <= 512 and keys == 64 and rows <= 16:
+        keys = 128
     if device.backend == "hip":
         stages = min(stages, 2)
     while rows * padded_dim(dim) * itemsize + stages * keys * key_bytes > device.shared_bytes and keys > 16:
@@ -113,7 +128,7 @@ def attend(
     state = torch.empty(programs, 2, tiles * block, dtype=torch.float32, device=q.device)
     factor, cap2 = (scale * LOG2E, 0.0) if softcap is None else (scale / softcap, softcap * LOG2E)
     device = device_of(q.device)
-    cut = decode_blocks(block, dim, v_dim, keys.element_size(), device)
+    cut = decode_blocks(block, dim, v_dim, keys.element_size(), splits.chunk, device)
     decode_kernel[(programs, tiles)](
         q, keys, values, out, part, state, sink_logits, lens, splits.lane, splits.index, splits.start, counter,
         factor, cap2, splits.chunk, *q.stride()[:3], lanes // batch,
@@ -187,7 +202,7 @@ def decode_kernel(
             for o_part in range(0, number, JOIN):
                 for i in tl.static_range(JOIN):  # loads that do not wait for each other
                     i_from = (i_work - i_chunk + o_part + i).to(tl.int64)
-                    m_part = m_row & (o_part + i < number)
+                    m_part = m_row & (tl.zeros([BM], tl.int32) + o_part + i < number)
                     o_row = i_from * (TILES * BM) + i_row
                     o_state = i_from * (2 * TILES * BM) + i_row
                     b_m2 = tl.load(p_state + o_state, mask=m_part, other=float("-inf"), cache_modifier=".cg")

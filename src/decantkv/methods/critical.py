@@ -27,13 +27,13 @@ class CriticalKV(SnapKV):
     Attributes:
         base: whose score is bounded: "snapkv", as published, or "dropkv". Pooling comes before the bound.
         first_stage: share of the budget, always-kept tokens included, that the base score alone decides.
-        epsilon: added to the base score, so that a large value is not lost behind a weight of 0.
+        epsilon: added to the mean weight over the window, so that a large value is not lost behind a weight of 0.
     """
 
     name: ClassVar[str] = "criticalkv"
     kind: ClassVar[Kind] = "upper bound"
     source: ClassVar[str] = "arXiv 2502.03805"
-    formula: ClassVar[str] = "(Σ_i p + 1e-4)·‖W_O v‖₁, half by Σ_i p"
+    formula: ClassVar[str] = "(mean_i p + 1e-4)·‖W_O v‖₁, half by Σ_i p"
     cost: ClassVar[str] = "2·g·w·d + g·d·E"
     presets: ClassVar = SnapKV.presets
 
@@ -55,7 +55,7 @@ class CriticalKV(SnapKV):
     def score(self, win: AttentionWindow, *, impl: Impl = "auto") -> Tensor:
         """[B, H, N] float32: the second stage's bound, of the unpooled base score."""
         norm = streams.projected_norm(win, self._expect_need(win, "W_O"))
-        return (self.base_score(win, impl=impl) + self.epsilon) * norm
+        return (self.base_score(win, impl=impl) + self.epsilon * win.window) * norm
 
     def base_score(self, win: AttentionWindow, *, impl: Impl = "auto") -> Tensor:
         """[B, H, N] float32: what the first stage ranks by and the second bounds."""
@@ -65,6 +65,6 @@ class CriticalKV(SnapKV):
         """The first stage's choice ahead of all others, which follow by the bound."""
         norm = streams.projected_norm(win, self._expect_need(win, "W_O"))
         norm = norm if pooled.shape[1] == norm.shape[1] else norm.mean(1, keepdim=True)
-        bound = (pooled + self.epsilon) * norm
+        bound = (pooled + self.epsilon * win.window) * norm
         counts = torch.tensor([int(n * self.first_stage) for n in n_keep], device=pooled.device)
         return keep_highest(bound, by=pooled, counts=counts[:, None].expand(pooled.shape[:2]))

@@ -98,9 +98,11 @@ def average_rotation(win: AttentionWindow, rotate: Rotate, future: int) -> Tenso
     """[B, D, D]: the mean over the next `future` positions of the rotation, applied to row vectors from the right."""
     width = win.k.shape[3]
     lengths = torch.full((win.batch,), win.kv_len) if win.lengths is None else win.lengths.cpu()
-    ahead = lengths[:, None].to(win.k.device) + torch.arange(future, device=win.k.device)  # [B, F]
-    rows = []
-    for unit in torch.eye(width, device=win.k.device):
-        turned = rotate(unit.expand(win.batch, 1, future, width), ahead)
-        rows.append(turned.mean((1, 2)))
-    return torch.stack(rows, dim=1)
+    basis = torch.eye(width, device=win.k.device)[:, None, None]
+    turns = []
+    for length in lengths.tolist():
+        total = torch.zeros(width, width, device=win.k.device)
+        for ahead in torch.arange(length, length + future, device=win.k.device).split(_BLOCK // 4):
+            total += rotate(basis.expand(width, 1, len(ahead), width), ahead).sum((1, 2))
+        turns.append(total / future)
+    return torch.stack(turns)
