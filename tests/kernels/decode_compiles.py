@@ -21,7 +21,7 @@ TARGETS = {
     "sm120": (GPUTarget("cuda", 120, 32), Device("cuda", 170, 101376)),
     "gfx942": (GPUTarget("hip", "gfx942", 64), Device("hip", 304, 65536)),
 }
-POINTERS = {"p_start": "*i64", "p_lens": "*i64", "p_lane": "*i32", "p_index": "*i32", "p_counter": "*i32",
+POINTERS = {"p_start": "*i64", "p_lens": "*i64", "p_lane": "*i32", "p_place": "*i32", "p_counter": "*i32",
             "p_part": "*fp32", "p_state": "*fp32"}  # fmt: skip
 
 

@@ -26,14 +26,14 @@ class Splits(NamedTuple):
     """Which chunk of which lane each program takes.
 
     Attributes:
-        lane, index, start: [W] int32, int32, int64: each program's lane, which of the lane's chunks it takes, and the
+        lane, place, start: [W] int32, int32, int64: each program's lane, which of the lane's chunks it takes, and the
             slot where that chunk starts.
         chunk: keys a program takes; most: the most programs a lane has.
         counter: [B·H·row tiles] int32 zeros; the kernel leaves zeros behind.
     """
 
     lane: Tensor
-    index: Tensor
+    place: Tensor
     start: Tensor
     chunk: int
     most: int
@@ -61,9 +61,9 @@ def plan(starts: Tensor, capacities: Tensor, *, chunk: int | None = None) -> Spl
         chunk = keys_per_program(int(capacities.sum()), device_of(device))
     number = (capacities + chunk - 1).div(chunk, rounding_mode="floor").clamp_min(1)
     lane = torch.arange(lanes, device=device).repeat_interleave(number)
-    index = torch.arange(lane.shape[0], device=device) - (number.cumsum(0) - number)[lane]
+    place = torch.arange(lane.shape[0], device=device) - (number.cumsum(0) - number)[lane]
     counter = torch.zeros(lanes, dtype=torch.int32, device=device)
-    return Splits(lane.int(), index.int(), starts[lane] + index * chunk, chunk, int(number.max()), counter)
+    return Splits(lane.int(), place.int(), starts[lane] + place * chunk, chunk, int(number.max()), counter)
 
 
 def keys_per_program(total: int, device: Device) -> int:
@@ -130,7 +130,7 @@ def attend(
     device = device_of(q.device)
     cut = decode_blocks(block, dim, v_dim, keys.element_size(), splits.chunk, device)
     decode_kernel[(programs, tiles)](
-        q, keys, values, out, part, state, sink_logits, lens, splits.lane, splits.index, splits.start, counter,
+        q, keys, values, out, part, state, sink_logits, lens, splits.lane, splits.place, splits.start, counter,
         factor, cap2, splits.chunk, *q.stride()[:3], lanes // batch,
         G=group, T=new, JOIN=JOIN, TILES=tiles, D=dim, DV=v_dim, BD=padded_dim(dim), BDV=padded_dim(v_dim), BM=block,
         BN=cut.keys, CAPPED=softcap is not None, SINK=sink_logits is not None,
@@ -141,7 +141,7 @@ def attend(
 
 @triton.jit
 def decode_kernel(
-    p_q, p_k, p_v, p_out, p_part, p_state, p_sink, p_lens, p_lane, p_index, p_start, p_counter,
+    p_q, p_k, p_v, p_out, p_part, p_state, p_sink, p_lens, p_lane, p_place, p_start, p_counter,
     factor, cap2, chunk, s_qb, s_qh, s_qt, heads,
     G: tl.constexpr, T: tl.constexpr, JOIN: tl.constexpr, TILES: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -150,7 +150,7 @@ def decode_kernel(
     """Grid (chunks of lanes, row tiles). Rows of a lane are member·T + t; row t sees T − 1 − t keys fewer."""
     i_work, i_tile = tl.program_id(0), tl.program_id(1)
     i_lane = tl.load(p_lane + i_work)
-    i_chunk = tl.load(p_index + i_work)
+    i_chunk = tl.load(p_place + i_work)
     start = tl.load(p_start + i_work)
     n_keys = tl.load(p_lens + i_lane).to(tl.int32)
     low = i_chunk * chunk
