@@ -9,7 +9,7 @@ from decantkv.eval import metrics
 from decantkv.eval.chat import ChatFormat
 from decantkv.eval.cli import make_plan
 from decantkv.eval.engine.quantise import bytes_share
-from decantkv.eval.results import ROWS, RUN, Store, read_folder, read_rows
+from decantkv.eval.results import ROWS, RUN, Store, pack, read_folder, read_rows
 from decantkv.eval.ruler import Series, Sources
 from decantkv.eval.runner import Runner
 
@@ -115,6 +115,17 @@ def test_a_deadline_stops_between_prompts_and_the_rest_follows(model, form, tmp_
     assert runner.run(slow, store)  # nothing is made a second time
     store.close()
     assert len(seen) == 4
+
+
+def test_packed_rows_are_read_and_gone_on_with(whole, model, form, tmp_path):
+    for name in (ROWS, RUN):
+        (tmp_path / name).write_bytes((whole / name).read_bytes())
+    packed = pack(tmp_path)
+    assert not (tmp_path / ROWS).exists()
+    assert packed.stat().st_size < (whole / ROWS).stat().st_size / 2
+    assert answers(tmp_path) == answers(whole)
+    assert run(model, form, tmp_path)
+    assert (tmp_path / ROWS).read_bytes() == (whole / ROWS).read_bytes()
 
 
 def test_likelihood_is_of_the_references(model, form, tmp_path):

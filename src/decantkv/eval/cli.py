@@ -56,7 +56,8 @@ def run(
         raise ValueError("model: expected a model id, a model folder or a .gguf file (--model)")
     if out is None:
         raise ValueError("out: expected a folder for the rows (--out)")
-    likelihood = likelihood or bool(preset and PRESETS[preset].likelihood) or no_answers
+    no_answers = no_answers or bool(preset and not PRESETS[preset].answers)
+    likelihood = likelihood or no_answers or bool(preset and PRESETS[preset].likelihood)
     from decantkv.eval.session import Session, Sources
 
     plan = make_plan(
@@ -99,6 +100,14 @@ def table(
 ) -> None:
     """Print the tables of a folder of rows."""
     show_tables(folder, reference)
+
+
+@app.command()
+def pack(folder: Annotated[Path, typer.Argument(help="A folder of finished rows.")]) -> None:
+    """Compress a folder's rows; a later run takes them up again."""
+    from decantkv.eval.results import pack as compress
+
+    typer.echo(f"{compress(folder)}", err=True)
 
 
 @app.command()

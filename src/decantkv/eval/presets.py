@@ -18,7 +18,8 @@ class Preset:
     """Options of `decantkv eval` that a preset fills in where they were not given.
 
     Attributes:
-        models: the models it was made for; the first is not loaded by itself, `--model` names one.
+        models: the models it was made for; none is loaded by itself, `--model` names one.
+        likelihood: also the references' likelihood; answers: generate and score answers.
     """
 
     suite: str
@@ -29,6 +30,7 @@ class Preset:
     samples: int
     models: tuple[str, ...] = ()
     likelihood: bool = False
+    answers: bool = True
 
 
 PRESETS: dict[str, Preset] = {
@@ -55,5 +57,7 @@ PRESETS: dict[str, Preset] = {
         "aware,agnostic",
         8,
     ),
-    "regression": Preset("niah", "256", "dropkv,snapkv:shared,random", "0.1", "aware,agnostic", 40, likelihood=True),
+    "regression": Preset(
+        "niah", "256", "dropkv,snapkv:shared,random", "0.1", "aware", 40, likelihood=True, answers=False
+    ),
 }

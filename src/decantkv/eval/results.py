@@ -60,6 +60,7 @@ class Store:
             _same(run["configuration"], self.configuration, folder)
         sessions = [] if run is None else run["sessions"]
         self.session = len(sessions)
+        _unpack(folder)
         _drop_torn_line(folder / ROWS)
         if (folder / ROWS).exists():
             for row in read_rows(folder / ROWS, config=self.name):
@@ -125,11 +126,36 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         ValueError: not a folder of results, a broken line, or rows of more than one configuration.
     """
     run = _read_run(folder)
-    files = [file for file in (folder / ROWS, folder / f"{ROWS}.gz") if file.is_file()]
-    if run is None or not files:
+    file = next((file for file in (folder / ROWS, folder / f"{ROWS}.gz") if file.is_file()), None)
+    if run is None or file is None:
         raise ValueError(f"results: expected {RUN} and {ROWS} (or {ROWS}.gz) in {str(folder)!r}, got no such files")
     name = digest(run["configuration"])
-    return run, [row for file in files for row in read_rows(file, config=name)]
+    return run, list(read_rows(file, config=name))
+
+
+def pack(folder: Path) -> Path:
+    """Compress a folder's rows; they are read and gone on with as before.
+
+    Raises:
+        ValueError: not a folder of results, or a broken line.
+    """
+    read_folder(folder)
+    packed = folder / f"{ROWS}.gz"
+    if (folder / ROWS).is_file():
+        _unpack(folder)
+        data = gzip.compress((folder / ROWS).read_bytes(), 9, mtime=0)  # the same bytes for the same rows
+        _write_bytes(packed, data)
+        (folder / ROWS).unlink()
+    return packed
+
+
+def _unpack(folder: Path) -> None:
+    """Compressed rows back into the file that is appended to; where that is still there, packing was cut short."""
+    packed, rows = folder / f"{ROWS}.gz", folder / ROWS
+    if packed.is_file():
+        if not rows.is_file():
+            _write_bytes(rows, gzip.decompress(packed.read_bytes()))
+        packed.unlink()
 
 
 def _read_run(folder: Path) -> dict[str, Any] | None:
@@ -163,6 +189,10 @@ def _drop_torn_line(file: Path) -> None:
 
 
 def _write_whole(file: Path, content: Mapping[str, Any]) -> None:
+    _write_bytes(file, (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())
+
+
+def _write_bytes(file: Path, data: bytes) -> None:
     temporary = file.with_suffix(".tmp")
-    temporary.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    temporary.write_bytes(data)
     temporary.replace(file)

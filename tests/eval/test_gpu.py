@@ -1,0 +1,50 @@
+"""On a CUDA device: captured decode steps answer as plain ones, and half precision runs through every path."""
+
+import copy
+
+import pytest
+import torch
+
+from decantkv.eval.chat import ChatFormat
+from decantkv.eval.cli import make_plan
+from decantkv.eval.results import Store, read_folder
+from decantkv.eval.ruler import Series, Sources
+from decantkv.eval.runner import Runner
+
+pytestmark = pytest.mark.gpu
+
+PLAN = make_plan(
+    "dropkv,snapkv,adadropkv,h2o,random,quantised-4bit,criticalkv[allocation=ada]", "0.2,40", "aware,agnostic",
+    likelihood=True,
+)  # fmt: skip
+
+
+def measured(model, tokenizer, folder, **options):
+    form = ChatFormat(tokenizer)
+    series = [
+        Series(task, 1500, Sources(), measure=form.measure(), count_tokens=form.count)
+        for task in ("niah_multikey_3", "vt")
+    ]
+    prompts = [(f"ruler/{s.task}/1500/{i}", lambda s=s, i=i: s.sample(i)) for s in series for i in range(3)]
+    store = Store(folder, {"x": 1}, {})
+    assert Runner(model, form, PLAN, stops=(0,), **options).run(prompts, store)
+    store.close()
+    _, rows = read_folder(folder)
+    return {(r["prompt"], r["regime"], r["policy"], r["budget"]): r for r in rows if r["row"] == "answer"}
+
+
+def test_captured_steps_answer_as_plain_ones(model, tokenizer, tmp_path):
+    cuda = copy.deepcopy(model).cuda()
+    plain = measured(cuda, tokenizer, tmp_path / "plain", graphs=False)
+    captured = measured(cuda, tokenizer, tmp_path / "captured", graphs=True)
+    assert plain.keys() == captured.keys()
+    same = sum(plain[key]["answer"] == captured[key]["answer"] for key in plain)
+    assert same == len(plain)
+    assert all(abs(plain[key]["nll"] - captured[key]["nll"]) < 1e-3 for key in plain)
+
+
+def test_half_precision_runs_through_every_path(model, tokenizer, tmp_path):
+    half = copy.deepcopy(model).cuda().to(torch.bfloat16)
+    rows = measured(half, tokenizer, tmp_path, memory=2**28)
+    assert all(row["new_tokens"] >= 1 for row in rows.values())
+    assert all(torch.isfinite(torch.tensor(row["nll"])) for row in rows.values())
