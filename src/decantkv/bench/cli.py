@@ -70,6 +70,27 @@ def prefill(
 
 
 @app.command()
+def decode(
+    batches: Annotated[str, typer.Option(help="Batch sizes, comma-separated.")] = "1,8,32",
+    spreads: Annotated[str, typer.Option(help="Longest head over shortest, comma-separated.")] = "1,10",
+    seed: int = 0,
+    as_json: Json = False,
+    out: Out = None,
+) -> None:
+    """Decode attention over heads that keep different numbers of tokens."""
+    need_gpu()
+    from decantkv.bench.decode import measure
+    from decantkv.bench.gate import RedGateError
+
+    try:
+        rows = list(measure(numbers("batches", batches), numbers("spreads", spreads), seed=seed))
+    except RedGateError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from error
+    show(rows, as_json, out)
+
+
+@app.command()
 def plot(rows: Path, image: Path) -> None:
     """Draw committed rows of `bench score`; nothing but the file is read."""
     from decantkv.bench.plot import draw
@@ -86,6 +107,14 @@ def parsed(lengths: str) -> list[int]:
     if min(numbers) < 64:
         raise ValueError(f"lengths: expected prompts of 64 tokens or more, got {min(numbers)}")
     return numbers
+
+
+def numbers(option: str, text: str) -> list[int]:
+    """Positive whole numbers from "1,8"."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise ValueError(f"{option}: expected positive whole numbers separated by commas, got {text!r}")
+    return [int(part) for part in parts]
 
 
 def need_gpu() -> None:

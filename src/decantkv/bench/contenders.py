@@ -40,17 +40,18 @@ def kvpress_snapkv(win: AttentionWindow) -> Call | str:
     Only its scoring file is imported. It projects and rotates the window's queries itself (a few rows) and reads the
     keys alone: a cheaper score than DropKV's.
     """
-    spec = importlib.util.find_spec("kvpress")
-    if spec is None or not spec.submodule_search_locations:
-        return "kvpress is not installed"
-    home = spec.submodule_search_locations[0]
-    for name, path in (("kvpress", home), ("kvpress.presses", f"{home}/presses")):
-        package = types.ModuleType(name)
-        package.__path__ = [path]  # its own __init__ would import every press and its dependencies
-        sys.modules[name] = package
+    if "kvpress" not in sys.modules:
+        spec = importlib.util.find_spec("kvpress")
+        if spec is None or not spec.submodule_search_locations:
+            return "kvpress is not installed"
+        home = spec.submodule_search_locations[0]
+        for name, path in (("kvpress", home), ("kvpress.presses", f"{home}/presses")):
+            package = types.ModuleType(name)
+            package.__path__ = [path]  # its own __init__ would import every press and its dependencies
+            sys.modules[name] = package
     try:
         press: Any = importlib.import_module("kvpress.presses.snapkv_press").SnapKVPress
-    except ImportError as error:
+    except (ImportError, AttributeError) as error:
         return f"kvpress does not import beside transformers {importlib.import_module('transformers').__version__}: {error}"
     heads, width, dim = win.q.shape[1], win.q.shape[1] * win.q.shape[3], win.q.shape[3]
     module = types.SimpleNamespace(

@@ -72,7 +72,7 @@ def measure(name: str, lengths: Sequence[int], *, impls: Sequence[str], budget: 
         for impl in (None, *impls):
             context = nullcontext() if impl is None else attach(model, "dropkv", budget=budget, impl=impl)
             with context:
-                times, peak = first_token(model, ids, repeats=8 if length <= 8192 else 5 if length <= 65536 else 3)
+                times, peak = first_token(model, ids, repeats=8 if length <= 8192 else 4 if length <= 65536 else 2)
             yield {
                 **where, "step": "prefill", "geometry": {"name": name}, "kv_len": length, "gate": green,
                 "contender": "no eviction" if impl is None else f"dropkv {impl}", "budget": budget,

@@ -119,7 +119,7 @@ def measure(
             return kernels.gather_kv(win.k, win.v, index)
 
         def evict(win: AttentionWindow = win, n_keep: int = n_keep) -> object:
-            scores = scoring.compute("perturbation", win, impl="triton")
+            scores = kernels.window_scores(win.q, win.k, win.v, scale=win.scale)
             index = kernels.select_topk(scores, n_keep, pool="max", kernel_size=11, window=win.window)
             return kernels.gather_kv(win.k, win.v, index)
 

@@ -126,7 +126,11 @@ def gather_kv(
         if torch.compiler.is_compiling():
             k_kept, v_kept = ops.gather_kv(k, v, indices)
             return k_kept, v_kept
-        out = k.new_empty(*indices.shape, k.shape[3]), v.new_empty(*indices.shape, v.shape[3])
+        shape = indices.shape
+        out = (
+            torch.empty((*shape, k.shape[3]), dtype=k.dtype, device=k.device),
+            torch.empty((*shape, v.shape[3]), dtype=v.dtype, device=v.device),
+        )
     else:
         shapes = ((*indices.shape, k.shape[3]), (*indices.shape, v.shape[3]))
         if tuple(t.shape for t in out) != shapes or any(t.stride(3) != 1 for t in out):

@@ -198,7 +198,7 @@ def _prepare(
             },
             warps=chosen.score.warps, stages=chosen.score.stages,
         ),
-        dominant_cost=Launch(dominant_cost_kernel, merging, warps=4),
+        dominant_cost=Launch(dominant_cost_kernel, merging, warps=8),
         add_dominant=Launch(
             add_dominant_kernel,
             {"G": group, "ROWS": padded, "BM": power_of_two(padded), "MAX": reduce == "max"},

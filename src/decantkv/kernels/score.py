@@ -15,7 +15,7 @@ from decantkv.kernels.primitives import dot, normal_or_zero, to_logits2
 PERTURBATION = 0  # DropKV's cost [p/(1−p)·‖a−v‖]²
 MASS = 1  # SnapKV's weight p
 _MASS = tl.constexpr(MASS)
-_DOMINANT = tl.constexpr(0.518)  # at most one key a row weighs more, whatever the rounding
+_DOMINANT = tl.constexpr(0.518)  # one pass: at most one key a row weighs more, whatever the rounding
 
 
 @triton.jit
@@ -26,7 +26,7 @@ def weights(b_k, b_q, lse2, scale, cap2, CAPPED: tl.constexpr, PRECISION: tl.con
 
 @triton.jit
 def perturbations(p, b_v, a_hi, a_lo, a_norm, A_PARTS: tl.constexpr, PRECISION: tl.constexpr):
-    """[p/(1−p)·‖a−v‖]² [BN, BM], of use where p is no more than about ½: dominant keys are paid for apart."""
+    """[p/(1−p)·‖a−v‖]² [BN, BM], of use where p is no more than about 0.9: dominant keys are paid for apart."""
     wide = b_v.to(tl.float32)
     v_norm = tl.sum(wide * wide, 1)
     cross = dot(b_v, tl.trans(a_hi), PRECISION)

@@ -1,0 +1,137 @@
+"""Compile the kernels for GPUs that are not there: no spills, and shared memory that fits.
+
+A program of its own: Triton cannot compile where its interpreter is on.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from decantkv.kernels import attend, score, select
+from decantkv.kernels.blocks import Device, attend_blocks, padded_dim, padded_rows, power_of_two, row_tile, score_blocks
+
+TARGETS = {
+    "sm80": (GPUTarget("cuda", 80, 32), Device("cuda", 108, 166912)),
+    "sm90": (GPUTarget("cuda", 90, 32), Device("cuda", 132, 232448, warpgroups=True)),
+    "sm100": (GPUTarget("cuda", 100, 32), Device("cuda", 148, 232448)),
+    "sm120": (GPUTarget("cuda", 120, 32), Device("cuda", 170, 101376)),
+    "gfx942": (GPUTarget("hip", "gfx942", 64), Device("hip", 304, 65536)),
+}
+WORDS = {"p_part": "*fp32", "p_rows": "*fp32", "p_lse": "*fp32", "p_score": "*fp32", "p_cost": "*fp32", "p_sink": "*fp32",
+         "p_start": "*i64", "p_index": "*i64", "p_need": "*i64", "p_order": "*i32", "p_bins": "*i32", "p_count": "*i32",
+         "p_forced": "*i1"}  # fmt: skip
+# Hopper's one-pass kernel on the default shape trades this much stack (bytes a thread) for 10 % of its time
+ALLOWED_STACK = {("sm90", "one pass", "bf16", 128): 96, ("sm90", "one pass", "bf16", 96): 96}
+DEFAULT = {"rows": 32, "g": 4, "dim": 128, "dtype": "bf16"}
+FULL = (
+    {}, {"rows": 64, "g": 1}, {"rows": 128}, {"dim": 256}, {"dtype": "fp16"}, {"dtype": "fp32"}, {"dim": 96, "pads": True},
+    {"dim": 64}, {"rows": 16, "g": 1}, {"quantity": 1},
+)  # fmt: skip
+
+
+def compiled(kernel, target, dtype, constants, *, warps, stages=1):
+    names = kernel.arg_names
+    signature = {
+        name: "constexpr" if name in constants
+        else WORDS.get(name, f"*{dtype}") if name.startswith("p_")
+        else "fp32" if name in ("scale", "cap2") else "i32"
+        for name in names
+    }  # fmt: skip
+    aligned = [n for n in names if n not in constants and (n.startswith("p_") or (len(n) == 3 and n[0] == "s"))]
+    source = ASTSource(
+        fn=kernel, signature=signature,
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+    )  # fmt: skip
+    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
+    return triton.compile(source, target=target, options=options)
+
+
+def spilled(kernel, target):
+    """Bytes of stack a thread: where ptxas puts registers it ran out of. On AMD the assembler counts them."""
+    if target.backend == "hip":
+        notes = [line for line in kernel.asm["amdgcn"].splitlines() if ".vgpr_spill_count:" in line]
+        return int(notes[0].split(":")[1])
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return int(usage.split("STACK:")[1].split()[0])
+
+
+def scoring(name, *, rows=32, g=4, dim=128, dtype="bf16", pads=False, quantity=0):
+    """(what, kernel) of the scoring kernels on one shape."""
+    target, device = TARGETS[name]
+    itemsize, bf16 = (4 if dtype == "fp32" else 2), dtype == "bf16"
+    tile = row_tile(dim, dim, itemsize, device)
+    held = padded_rows(rows, tile)
+    shared = {"G": g, "W": rows // g, "D": dim, "DV": dim, "ROWS": held, "BD": padded_dim(dim), "BDV": padded_dim(dim),
+              "PADDED": pads, "CAPPED": False, "PARTS": 2 if bf16 else 1,
+              "PRECISION": "ieee" if device.backend == "hip" else "tf32x3" if dtype == "fp32" else "tf32"}  # fmt: skip
+    if not pads:
+        shared["p_start"] = None
+    cut = attend_blocks(rows, dim, dim, itemsize, device, bf16=bf16)
+    constants = {**shared, "BM": cut.rows, "BN": cut.keys, "VALUES": quantity == 0}
+    yield "attend", compiled(attend.attend_kernel, target, dtype, constants, warps=cut.warps, stages=cut.stages)
+    for one_pass in (False, True):
+        if one_pass and (held > tile or quantity):
+            continue
+        cut = score_blocks(rows, dim, dim, itemsize, device, bf16=bf16, one_pass=one_pass)
+        constants = {
+            **shared, "BM": cut.rows, "BN": cut.keys, "QUANTITY": quantity, "MAX": False, "ONE_PASS": one_pass,
+            "A_PARTS": 1 if one_pass or dtype == "fp32" else 2,
+        }  # fmt: skip
+        kernel = compiled(score.score_kernel, target, dtype, constants, warps=cut.warps, stages=cut.stages)
+        yield "one pass" if one_pass else "score", kernel
+
+
+def others(name):
+    """(what, kernel) of the rest."""
+    target, _ = TARGETS[name]
+    rows = {"G": 4, "W": 8, "DV": 128, "ROWS": 32, "BDV": 128, "BS": 64, "CHUNK": 64, "SINK": False, "p_sink": None}
+    yield "merge", compiled(attend.merge_kernel, target, "bf16", {**rows, "VALUES": True}, warps=4)
+    yield "dominant cost", compiled(score.dominant_cost_kernel, target, "bf16", rows, warps=8)
+    add = {"G": 4, "ROWS": 32, "BM": 32, "MAX": False}
+    yield "add dominant", compiled(score.add_dominant_kernel, target, "bf16", add, warps=1)
+    pooling = {"POOL": 1, "KERNEL": 11, "FORCED": False, "p_forced": None, "PADDED": True}
+    yield "select row", compiled(
+        select.select_row_kernel, target, "fp32", {**pooling, "PER_ROW": True, "BN": 8192}, warps=16
+    )
+    chunk = {"BN": 4096}
+    yield "order", compiled(select.order_kernel, target, "fp32", {**pooling, **chunk}, warps=8)
+    each = {"PADDED": True, "PER_ROW": True, **chunk}
+    yield "digit", compiled(select.digit_kernel, target, "fp32", {**each, "DIGIT": 2}, warps=8)
+    yield "count", compiled(select.count_kernel, target, "fp32", each, warps=8)
+    yield "compact", compiled(select.compact_kernel, target, "fp32", {**each, "BC": power_of_two(33)}, warps=8)
+    gather = {"D": 128, "DV": 128, "BD": 128, "BDV": 128, "BK": 32}
+    yield "gather", compiled(select.gather_kernel, target, "bf16", gather, warps=4)
+
+
+def check(name, what, kernel, shape):
+    target, device = TARGETS[name]
+    assert kernel.metadata.shared <= device.shared_bytes, (name, what, shape, kernel.metadata.shared)
+    allowed = ALLOWED_STACK.get((name, what, shape.get("dtype"), shape.get("dim")), 0)
+    assert spilled(kernel, target) <= allowed, (name, what, shape, spilled(kernel, target))
+
+
+def main(names, *, full):
+    for name in names:
+        for change in FULL if full else FULL[:1]:
+            for what, kernel in scoring(name, **change):
+                check(name, what, kernel, {**DEFAULT, **change})
+        for what, kernel in others(name):
+            check(name, what, kernel, {})
+        print(f"{name}: compiles, no spills", flush=True)
+
+
+if __name__ == "__main__":
+    chosen = [name for name in sys.argv[1:] if name != "--full"]
+    main(chosen or list(TARGETS), full="--full" in sys.argv)
