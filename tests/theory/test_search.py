@@ -15,7 +15,7 @@ from decantkv.theory import oracle
 from decantkv.theory.cone import cone
 from decantkv.theory.hardness import balanced_partition
 from decantkv.theory.rows import Rows, rows_of, smallest
-from decantkv.theory.search import best_subset, best_subsets
+from decantkv.theory.search import best_subset, best_subsets, squared_shifts
 
 from .test_oracle import worked_example
 
@@ -69,6 +69,16 @@ def test_best_subset_is_the_best(num_rows, m, k):
     best = best_subset(rows, k)
     assert best.shift == pytest.approx(min(shifts.values()))
     assert shifts[best.subset] == best.shift
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+@pytest.mark.parametrize("m", [1, 2, 7])
+def test_every_sets_shift_is_its_own(num_rows, m):
+    rows = random_rows(num_rows, m, seed=m)
+    table = squared_shifts(rows)
+    assert len(table) == 2**m
+    for bits in range(2**m):
+        assert table[bits].sqrt().item() == pytest.approx(rows.joint([j for j in range(m) if bits >> j & 1]))
 
 
 def test_a_pool_of_twenty():

@@ -35,9 +35,7 @@ def best_subset(pool: Rows, k: int, *, cap: int = CAP) -> Best:
 def best_subsets(pool: Rows, ks: Sequence[int], *, cap: int = CAP) -> dict[int, Best]:
     """For every k the k-subset of a pool whose removal moves the rows least, F(S) = √Σ_i ‖Δ_i(S)‖², exactly.
 
-    Choosing it is NP-hard (see `hardness`), so all 2^M subsets are looked at, and larger pools refused. The keys are
-    split into two halves: ‖Σ_S p r‖² is each half's own part plus twice their product, which for all pairs of half
-    sets is one matrix product.
+    Choosing it is NP-hard (see `hardness`), so all 2^M subsets are looked at, and larger pools refused.
 
     Args:
         pool: M keys, M ≤ cap.
@@ -51,6 +49,26 @@ def best_subsets(pool: Rows, ks: Sequence[int], *, cap: int = CAP) -> dict[int, 
         raise ValueError(f"pool: expected at most {cap} keys (cap: all 2^M subsets are looked at), got {m}")
     if not all(1 <= k <= m for k in ks):
         raise ValueError(f"k: expected 1 to {m} (the pool's keys), got {list(ks)}")
+    flat = squared_shifts(pool).numpy()
+    best = {}
+    for k in ks:
+        sets = _sets_of(m, k)
+        # `squared_shifts` is inexact near 0; the residuals themselves decide among the smallest few
+        few = min(_FINALISTS, len(sets))
+        finalists = [_keys(int(s), m) for s in sets[np.argpartition(flat[sets], few - 1)[:few]]]
+        shifts = [pool.joint(subset) for subset in finalists]
+        winner = int(np.argmin(shifts))
+        best[k] = Best(finalists[winner], shifts[winner])
+    return best
+
+
+def squared_shifts(pool: Rows) -> Tensor:
+    """[2^M] float64: F(S)² of every set; key j is in set s where bit j of s is 1.
+
+    The keys are split into two halves: ‖Σ_S p r‖² is each half's own part plus twice their product, which for all
+    pairs of half sets is one matrix product. Near 0 half the digits are lost.
+    """
+    m = pool.num_keys
     low, high = m // 2, m - m // 2
     x_low, x_high = _members(low), _members(high)  # [2^half, half]
     squared = torch.zeros(len(x_high), len(x_low), dtype=torch.float64)
@@ -58,17 +76,7 @@ def best_subsets(pool: Rows, ks: Sequence[int], *, cap: int = CAP) -> dict[int, 
         p = pool.p[i].cpu()
         weighted = p[:, None] * pool.residual(i).cpu()  # [M, Dv]
         _add_squared_shift(squared, x_high @ weighted[low:], x_low @ weighted[:low], x_high @ p[low:], x_low @ p[:low])
-    flat = squared.flatten().numpy()  # index = the set's bits, key j at bit j
-    best = {}
-    for k in ks:
-        sets = _sets_of(m, k)
-        # the sum of three squares loses half the digits near 0; the residuals decide among the smallest few
-        few = min(_FINALISTS, len(sets))
-        finalists = [_keys(int(s), m) for s in sets[np.argpartition(flat[sets], few - 1)[:few]]]
-        shifts = [pool.joint(subset) for subset in finalists]
-        winner = int(np.argmin(shifts))
-        best[k] = Best(finalists[winner], shifts[winner])
-    return best
+    return squared.flatten()
 
 
 def _add_squared_shift(
