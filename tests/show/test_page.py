@@ -205,4 +205,4 @@ def test_a_hundred_thousand_tokens_stay_usable(tmp_path):
     assert found["regions"] == 196
     assert found["near"] < 10_000  # only what is near the view is in the document
     assert len(found["cells"][0][1]) == 2
-    assert took < 30, f"opening, one layer and one token took {took:.0f} s"
+    assert took < 60, f"opening, one layer and one token took {took:.0f} s"
