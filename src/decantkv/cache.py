@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import itertools
 import os
@@ -18,10 +19,12 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from decantkv import files, interface
 from decantkv.allocation import AllocationRule
+from decantkv.bounded import UNBOUNDED, Bounds
 from decantkv.budget import Budget
+from decantkv.evicting import EvictingLayer
 from decantkv.interface import Hold
 from decantkv.joining import join
-from decantkv.layers import EvictingLayer, PromptLayer, gather, window_of
+from decantkv.layers import PromptLayer, gather, window_of
 from decantkv.methods import Method
 from decantkv.needs import rotation
 from decantkv.options import Allocation, Impl, Span
@@ -73,6 +76,11 @@ class EvictingCache(DynamicCache):
         sinks: int | None = None,
         protect: Sequence[Span] = (),
         impl: Impl = "auto",
+        prefill_chunk: int | None = None,
+        max_kv_tokens: int | None = None,
+        every: int | None = None,
+        decode_budget: int | None = None,
+        protect_prompt: bool = False,
         **options: Any,
     ) -> None:
         """Check everything and prepare empty layers; the model's parameters are not touched.
@@ -86,6 +94,8 @@ class EvictingCache(DynamicCache):
             sinks: first tokens always kept; None takes the method's own.
             protect: spans (start, stop) of prompt positions always kept.
             impl: "auto", "reference", "torch" or "triton".
+            prefill_chunk, max_kv_tokens, every, decode_budget, protect_prompt: see `Bounds`; the first is for
+                `attach`, a loop of one's own gives its chunks under `deferred`.
 
         Raises:
             TypeError, ValueError: an argument out of its range.
@@ -94,19 +104,22 @@ class EvictingCache(DynamicCache):
         settings = Settings.parse(
             method, budget=budget, allocation=allocation, sinks=sinks, protect=protect, impl=impl, **options
         )
-        self._prepare(model, settings, new_recorder(settings))
+        bounds = Bounds(prefill_chunk, max_kv_tokens, every, decode_budget, protect_prompt).check(settings)
+        self._prepare(model, settings, new_recorder(settings), bounds)
 
     @classmethod
-    def of(cls, model: PreTrainedModel, settings: Settings, recorder: Recorder) -> EvictingCache:
+    def of(
+        cls, model: PreTrainedModel, settings: Settings, recorder: Recorder, bounds: Bounds = UNBOUNDED
+    ) -> EvictingCache:
         """A cache by parsed settings that reports to `recorder`."""
         cache = cls.__new__(cls)
-        cache._prepare(model, settings, recorder)
+        cache._prepare(model, settings, recorder, bounds)
         return cache
 
-    def _prepare(self, model: PreTrainedModel, settings: Settings, recorder: Recorder) -> None:
+    def _prepare(self, model: PreTrainedModel, settings: Settings, recorder: Recorder, bounds: Bounds) -> None:
         check_model(model)
         super().__init__(config=text_config(model))
-        self.settings, self.recorder = settings, recorder
+        self.settings, self.recorder, self.bounds = settings, recorder, bounds
         cache_id = next(_serial)
         config = text_config(model)
         twice = config.model_type in ATTEND_TWICE
@@ -119,7 +132,7 @@ class EvictingCache(DynamicCache):
         kind = RaggedLayer if settings.allocation.ragged else EvictingLayer
 
         def new(layer_idx: int) -> PromptLayer:
-            layer = kind(layer_idx, cache_id, settings, recorder, shared=shared, rotate=rotate)
+            layer = kind(layer_idx, cache_id, settings, recorder, shared=shared, rotate=rotate, bounds=bounds)
             layer.attends_twice = twice
             return layer
 
@@ -152,6 +165,7 @@ class EvictingCache(DynamicCache):
         """
         about = {
             "settings": files.settings_as_dict(self.settings),
+            "bounds": dataclasses.asdict(self.bounds),
             "model": files.model_fingerprint(self._hold.model()),
             "prompt": files.prompt_fingerprint(prompt),
         }
@@ -177,7 +191,7 @@ class EvictingCache(DynamicCache):
         if prompt is not None and about["prompt"] != files.prompt_fingerprint(prompt):
             raise ValueError(f"prompt: expected the one whose cache {path} holds, got another")
         settings = files.settings_from_dict(about["settings"])
-        cache = cls.of(model, settings, new_recorder(settings))
+        cache = cls.of(model, settings, new_recorder(settings), Bounds(**about["bounds"]))
         files.restore(cache.layers, about, tensors, layer_devices(model, len(cache.layers)))
         return cache
 
@@ -197,9 +211,9 @@ class EvictingCache(DynamicCache):
         first = caches[0]
         model = first._hold.model()
         for other in caches[1:]:
-            if other._hold.model() is not model or other.settings != first.settings:
+            if other._hold.model() is not model or (other.settings, other.bounds) != (first.settings, first.bounds):
                 raise ValueError("caches: expected caches of one model and one setting, got different ones")
-        joined = cls.of(model, first.settings, first.recorder)
+        joined = cls.of(model, first.settings, first.recorder, first.bounds)
         for i, layer in enumerate(joined.layers):
             join(layer, [cache.layers[i] for cache in caches])
         return joined

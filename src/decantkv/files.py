@@ -23,6 +23,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from decantkv.allocation import RULES, AllocationRule
 from decantkv.budget import Budget
+from decantkv.evicting import EvictingLayer
 from decantkv.layers import PromptLayer
 from decantkv.methods import METHODS
 from decantkv.options import Span
@@ -170,6 +171,8 @@ def restore(
         elif "keys" in state:
             layer.fill(state["keys"], state["values"])
             layer.valid = state.get("valid")
+        if isinstance(layer, EvictingLayer) and "frame" in state:
+            layer.frame, layer.renewed, layer.recent = state["frame"].cpu(), numbers["renewed"], [state["recent"]]
 
 
 def _state(layer: CacheLayerMixin, index: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -192,8 +195,11 @@ def _state(layer: CacheLayerMixin, index: int) -> tuple[dict[str, Any], dict[str
         state["valid"] = layer.valid
     if layer.kept is not None:
         state |= {"indices": layer.kept.indices, "counts": layer.kept.counts}
-    rows = None if layer.kept is None else layer.kept.rows
-    return {"kind": kind, "logical": layer.logical, "rows": rows}, state
+    numbers = {"kind": kind, "logical": layer.logical, "rows": None if layer.kept is None else layer.kept.rows}
+    if isinstance(layer, EvictingLayer) and layer.frame is not None:
+        state |= {"frame": layer.frame, "recent": torch.cat(layer.recent, 2)}
+        numbers["renewed"] = layer.renewed
+    return numbers, state
 
 
 def _digest(text: str, tensors: Mapping[str, Tensor]) -> str:

@@ -15,6 +15,7 @@ from transformers.cache_utils import DynamicCache
 
 from decantkv import interface
 from decantkv.allocation import AllocationRule
+from decantkv.bounded import UNBOUNDED, Bounds
 from decantkv.budget import Budget
 from decantkv.cache import EvictingCache, cache_argument, check_model, decide, defer, deferred, give_up, new_recorder
 from decantkv.generating import check_chunks, first_the_prompt, is_chunked, number_chunk, refuse_continuous_batching
@@ -37,6 +38,11 @@ def attach(
     sinks: int | None = None,
     protect: Sequence[Span] = (),
     impl: Impl = "auto",
+    prefill_chunk: int | None = None,
+    max_kv_tokens: int | None = None,
+    every: int | None = None,
+    decode_budget: int | None = None,
+    protect_prompt: bool = False,
     **options: Any,
 ) -> Run:
     """From here on, prompts that `model` reads keep only `budget` of their cache.
@@ -54,6 +60,12 @@ def attach(
         sinks: first tokens always kept; None takes the method's own.
         protect: spans (start, stop) of prompt positions always kept, from a row's first real token.
         impl: "auto", "reference", "torch" or "triton".
+        prefill_chunk: `generate` reads prompts this many tokens at a time; the same tokens are kept as in one piece.
+        max_kv_tokens: tokens a head stores at most after each chunk; what is dropped early is gone for later chunks.
+        every: evict from prompt and answer again every so many new tokens.
+        decode_budget: tokens a head keeps then: of everything, or with `protect_prompt` of the answer alone; None: as
+            many as `budget` gave the prompt.
+        protect_prompt: what was kept of the prompt stays for good.
 
     Raises:
         TypeError, ValueError: an argument out of its range.
@@ -63,15 +75,18 @@ def attach(
         method, budget=budget, allocation=allocation, sinks=sinks, protect=protect, impl=impl, **options
     )
     check_model(model)
-    return Run(model, settings)
+    bounds = Bounds(prefill_chunk, max_kv_tokens, every, decode_budget, protect_prompt).check(settings)
+    return Run(model, settings, bounds)
 
 
 class Run:
     """Eviction switched on for one model; see `attach`."""
 
-    def __init__(self, model: PreTrainedModel, settings: Settings) -> None:
-        EvictingCache.of(model, settings, new_recorder(settings))  # refuse now what a prompt would be refused for
-        self.settings, self.recorder = settings, new_recorder(settings)
+    def __init__(self, model: PreTrainedModel, settings: Settings, bounds: Bounds = UNBOUNDED) -> None:
+        EvictingCache.of(
+            model, settings, new_recorder(settings), bounds
+        )  # refuse now what a prompt would be refused for
+        self.settings, self.recorder, self.bounds = settings, new_recorder(settings), bounds
         self.thread = threading.get_ident()
         self._model: PreTrainedModel | None = model
         with _lock:
@@ -84,7 +99,7 @@ class Run:
         """An empty cache that evicts by this run's settings and reports to it."""
         if self._model is None:
             raise RuntimeError("the run is detached")
-        return EvictingCache.of(self._model, self.settings, self.recorder)
+        return EvictingCache.of(self._model, self.settings, self.recorder, self.bounds)
 
     def report(self) -> Report:
         """What was kept and dropped so far, as text or JSON."""
@@ -170,6 +185,9 @@ class _Attachment:
                     )
                 generation_config.cache_implementation = None
                 model_kwargs[self._name] = self.active().new_cache()
+            chunk = self.active().bounds.prefill_chunk
+            if chunk is not None and generation_config.prefill_chunk_size is None:
+                generation_config.prefill_chunk_size = chunk
             return prepare(generation_config, model_kwargs, *args, **kwargs)
 
         return prepare_cache

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from decantkv.evicting import EvictingLayer
 from decantkv.layers import PromptLayer
 from decantkv.ragged import RaggedStore
 from decantkv.ragged_layers import RaggedLayer
@@ -37,6 +38,8 @@ def join(target: CacheLayerMixin, parts: Sequence[CacheLayerMixin]) -> None:
         _join_stores(target, layers)
     if any(part.kept is not None for part in layers):
         target.kept = _join_kept(layers, target.logical)
+    if isinstance(target, EvictingLayer):
+        _join_answers(target, [part for part in layers if isinstance(part, EvictingLayer)])
 
 
 def _join_stores(target: PromptLayer, parts: Sequence[PromptLayer]) -> None:
@@ -98,6 +101,18 @@ def _join_kept(parts: Sequence[PromptLayer], logical: int) -> Kept:
     most, heads = max(x.shape[2] for x in indices), max(x.shape[1] for x in indices)
     padded = [F.pad(x, (most - x.shape[2], 0), value=FILLER).expand(-1, heads, -1) for x in indices]
     return Kept(torch.cat(padded), torch.cat([c.expand(-1, heads) for c in counts]))
+
+
+def _join_answers(target: EvictingLayer, parts: Sequence[EvictingLayer]) -> None:
+    """What evictions of the answer need to know: where prompts lie, and the last queries that all parts have."""
+    frames = [(part.frame, target.logical - part.logical) for part in parts if part.frame is not None]
+    if len(frames) < len(parts):
+        return
+    target.frame = torch.cat([frame + torch.tensor([ahead, ahead, 0]) for frame, ahead in frames])
+    recent = [torch.cat(part.recent, 2) for part in parts]
+    rows = min(query.shape[2] for query in recent)
+    target.recent = [torch.cat([query[:, :, query.shape[2] - rows :] for query in recent])]
+    target.renewed = target.logical - max(part.logical - part.renewed for part in parts)
 
 
 def _join_others(target: CacheLayerMixin, parts: Sequence[CacheLayerMixin]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,10 +23,8 @@ from decantkv.interface import AttentionCall, not_understood
 from decantkv.masks import PromptMask, hide_filler, read_prompt_mask, refit
 from decantkv.needs import output_projection
 from decantkv.options import Need
-from decantkv.records import LayerRecord, Recorder, storage_bytes
 from decantkv.scoring.window import AttentionWindow, Rotate, make_window
 from decantkv.selection import FILLER, Kept
-from decantkv.settings import Settings
 from decantkv.transfer import to_device
 
 
@@ -54,6 +52,8 @@ class PromptLayer(CacheLayerMixin):
         self.kept: Kept | None = None
         self.deferred = False  # a prompt that comes in chunks is decided on after the last
         self.waiting: tuple[AttentionCall, int] | None = None  # with the tail of queries, and the last chunk's length
+        self.seen: PromptMask | None = None  # of a waiting prompt, where its mask no longer tells
+        self.listens = False  # wants every attention call, also when nothing is hidden
         self.owner: weakref.ref[nn.Module] | None = None  # the model this cache is for, if it was told
 
     @property
@@ -95,16 +95,16 @@ class PromptLayer(CacheLayerMixin):
             raise not_understood(self.layer_idx)
         if self.store is None and (key_states.shape[-2] > 1 or self.deferred):
             interface.expect(self)
+            self.logical += key_states.shape[-2]
             if self.prompt is not None:
                 key_states = torch.cat([self.prompt[0], key_states], -2)
                 value_states = torch.cat([self.prompt[1], value_states], -2)
             self.prompt = (key_states, value_states)
-            self.logical = key_states.shape[-2]
             return self.prompt
         if self.store is None:  # a prompt of one token: nothing to choose from
             self.store = SlackStore(key_states[:, :, :0], value_states[:, :, :0], reserve=self.reserve)
         self.logical += key_states.shape[-2]
-        if self.valid is not None or self.uneven or self.kept is not None:
+        if self.valid is not None or self.uneven or self.kept is not None or self.listens:
             interface.expect(self)
         keys, values = self.store.update(key_states, value_states)
         return keys, values
@@ -165,7 +165,7 @@ class PromptLayer(CacheLayerMixin):
             return
         call, chunk = self.waiting
         try:
-            seen = self._read_mask(call, min(self.rows, chunk))
+            seen = self._read_mask(call, min(self.rows, chunk)) if self.seen is None else self.seen
             if seen.window is not None and chunk < min(self.rows, call.query.shape[2]):
                 raise ValueError(
                     "prefill_chunk_size: expected a causal mask, got another, which short chunks cannot follow"
@@ -174,7 +174,7 @@ class PromptLayer(CacheLayerMixin):
         except BaseException:
             self.reset()
             raise
-        self.prompt = self.waiting = None
+        self.prompt = self.waiting = self.seen = None
 
     def _read_mask(self, call: AttentionCall, rows: int) -> PromptMask:
         batch, _, kv_len, _ = call.key.shape
@@ -274,97 +274,12 @@ class PromptLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Empty again."""
-        self.store = self.prompt = self.valid = self.kept = self.waiting = None
+        self.store = self.prompt = self.valid = self.kept = self.waiting = self.seen = None
         self.logical = 0
 
     def tensors(self) -> list[Tensor]:
         """Everything the layer holds in memory for keys and values."""
         return list(self.prompt or ()) if self.store is None else self.store.buffers()
-
-
-class EvictingLayer(PromptLayer):
-    """Scores its prompt by the model's own attention call and keeps the costliest tokens."""
-
-    attends_twice = False  # the model makes two attention calls a layer, of which the cache sees one
-
-    def __init__(
-        self,
-        layer_idx: int,
-        cache_id: int,
-        settings: Settings,
-        recorder: Recorder,
-        *,
-        shared: bool,
-        rotate: Rotate | None = None,
-    ) -> None:
-        super().__init__(layer_idx, cache_id, settings.rows)
-        self.settings, self.recorder, self.shared, self.rotate = settings, recorder, shared, rotate
-        self.uneven = settings.allocation.by_layer
-        self.wants_every_query = "queries" in settings.method.needs
-        self.place = (0, 1)  # which of how many evicting layers; the cache knows when all are there
-
-    def keep(self, call: AttentionCall, seen: PromptMask, rows: int) -> None:
-        """Score, select, compact; a prompt within its budget is kept whole."""
-        keys, values = self._prompt()
-        lengths = seen.lengths if seen.lengths is not None else (keys.shape[2],) * keys.shape[0]
-        counts = self.settings.n_keep(lengths)
-        before = storage_bytes([keys, values])
-        if counts == list(lengths):
-            self.store_all()
-            if seen.lengths is not None:
-                place = torch.arange(keys.shape[2], device=keys.device)
-                self.valid = (place >= keys.shape[2] - to_device(lengths, keys.device)[:, None])[:, None]
-            kept_counts = torch.tensor(counts)[:, None].expand(-1, keys.shape[1])
-        else:
-            kept = self._choose(call, seen, rows)
-            with self.recorder.stopwatch.measure("compaction", keys.device):
-                self.store_kept(kept)
-                if self.attends_twice and self.valid is not None:
-                    raise ValueError(
-                        f"input_ids: expected prompts that keep equally many tokens with {call.attention_class}, which "
-                        "attends twice a layer, got rows of unequal length"
-                    )
-                if self.rotate is not None and self.settings.method.renumbers:
-                    self._renumber(kept, self.rotate)
-            kept_counts = kept.counts
-        self.record(lengths, kept_counts, before)
-
-    def record(self, lengths: Sequence[int], counts: Tensor, bytes_before: int) -> None:
-        """Note what was kept."""
-        after, raised = storage_bytes(self.store_tensors()), self.settings.raised(lengths)
-        self.recorder.layers.append(LayerRecord(self.layer_idx, tuple(lengths), counts, bytes_before, after, raised))
-
-    def _renumber(self, kept: Kept, rotate: Rotate) -> None:
-        """Turn kept keys by as many positions as were dropped behind them, so that no distance spans a gap."""
-        if self.store is None:
-            return
-        slots = kept.indices.shape[2]
-        place = torch.arange(self.logical - slots, self.logical, device=kept.indices.device)
-        ahead = torch.where(kept.valid(), place - kept.indices, 0)  # [B, H, K]
-        keys = self.store.keys
-        self.fill(rotate(keys.flatten(0, 1)[:, None], ahead.flatten(0, 1)).view_as(keys), self.store.values)
-
-    def store_tensors(self) -> list[Tensor]:
-        """Keys and values of the kept tokens."""
-        return [] if self.store is None else self.store.buffers()
-
-    def _choose(self, call: AttentionCall, seen: PromptMask, rows: int) -> Kept:
-        keys, _ = self._prompt()
-        stopwatch, device = self.recorder.stopwatch, keys.device
-        with stopwatch.measure("scoring", device):
-            win = window_of(call, seen, rows, self.layer_idx, needs=self.settings.method.needs, rotate=self.rotate)
-            scores = self.settings.score(win)
-        # a latent cache (MLA) stores one head for all, some models repeat heads after the cache
-        shared = self.shared or call.key.shape[1] != keys.shape[1]
-        with stopwatch.measure("selection", device):
-            kept = self._select(scores, win, seen.lengths, shared)
-        if call.key.shape[1] != keys.shape[1]:
-            heads = keys.shape[1]
-            kept = Kept(kept.indices[:, :1].expand(-1, heads, -1), kept.counts[:, :1].expand(-1, heads), kept.rows)
-        return kept
-
-    def _select(self, scores: Tensor, win: AttentionWindow, lengths: Sequence[int] | None, shared: bool) -> Kept:
-        return self.settings.choose(scores, win=win, lengths=lengths, layer=self.place, shared=shared)
 
 
 def window_of(

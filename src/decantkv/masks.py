@@ -46,6 +46,31 @@ def read_prompt_mask(mask: Any, *, batch: int, kv_len: int, rows: int, device: t
     return answer
 
 
+def real_tokens(mask: Any, *, batch: int, kv_len: int, device: torch.device) -> tuple[int, ...]:
+    """Real tokens among the keys of each batch row, by a prompt's mask; rows of pads alone count none.
+
+    Raises:
+        ValueError: pads that are not leftmost.
+    """
+    if mask is None:
+        return (kv_len,) * batch
+    real = _last_rows(mask, batch=batch, kv_len=kv_len, rows=1, device=device)[:, 0, 0].expand(batch, -1)
+    lengths = real.sum(-1)
+    _expect_leftmost_pads(real, lengths)
+    return tuple(int(n) for n in lengths.tolist())
+
+
+def _expect_leftmost_pads(real: Tensor, lengths: Tensor) -> Tensor:
+    """[B, N] bool, `real` again; raise unless each row's real keys are its last ones."""
+    kv_len = real.shape[1]
+    left_padded = torch.arange(kv_len, device=real.device) >= (kv_len - lengths)[:, None]
+    if not bool((real == left_padded).all()):
+        raise ValueError(
+            "attention_mask: expected padding on the left (tokenizer.padding_side='left'), got it elsewhere"
+        )
+    return left_padded
+
+
 def _last_rows(mask: Any, *, batch: int, kv_len: int, rows: int, device: torch.device) -> Tensor:
     """[B or 1, 1, w, N] bool: what the last `rows` query rows see; the causal rule is added for 2-D masks."""
     key = torch.arange(kv_len, device=device)
@@ -72,11 +97,7 @@ def _read(seen: Tensor, batch: int, kv_len: int, rows: int) -> PromptMask:
     key = torch.arange(kv_len, device=seen.device)
     real = seen[:, 0, -1]
     lengths = real.sum(-1)
-    left_padded = key >= (kv_len - lengths)[:, None]
-    if not bool((real == left_padded).all()):
-        raise ValueError(
-            "attention_mask: expected padding on the left (tokenizer.padding_side='left'), got it elsewhere"
-        )
+    left_padded = _expect_leftmost_pads(real, lengths)
     causal = key <= torch.arange(kv_len - rows, kv_len, device=seen.device)[:, None]
     plain = bool((seen == (causal & left_padded[:, None, None])).all())
     numbers = tuple(int(n) for n in lengths.tolist())

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from decantkv import interface
 from decantkv.allocation import Contest
+from decantkv.evicting import EvictingLayer
 from decantkv.interface import AttentionCall, not_understood
-from decantkv.layers import EvictingLayer
 from decantkv.masks import read_prompt_mask
 from decantkv.ragged import RaggedStore
 from decantkv.ranking import FILLER, highest
@@ -90,10 +90,13 @@ class RaggedLayer(EvictingLayer):
         ahead = self.logical - behind - kept.indices[kept.valid()]
         self.lanes.keys = rotate(self.lanes.keys[None, None], ahead[None])[0, 0]
 
-    def _select(self, scores: Tensor, win: AttentionWindow, lengths: Sequence[int] | None, shared: bool) -> Kept:
+    def _select(
+        self, scores: Tensor, win: AttentionWindow, lengths: Sequence[int] | None, shared: bool, counts: list[int]
+    ) -> Kept:
         if self.contest is None:
-            return super()._select(scores, win, lengths, shared)
-        order = self.settings.order(scores, win=win, lengths=lengths, layer=self.place, shared=shared)
+            return super()._select(scores, win, lengths, shared, counts)
+        settings, terms = self._terms(counts)
+        order = settings.order(scores, win=win, lengths=lengths, layer=self.place, shared=shared, **terms)
         kept = self.contest.enter(self, order)
         slots = kept.indices.clamp_min(0)
         self._shares = order.priority.gather(2, slots)[kept.valid()]

@@ -93,6 +93,7 @@ class Recorder:
     layers: list[LayerRecord] = field(default_factory=list)
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
     left_alone: int = 0
+    rounds: int = 0  # evictions of a layer while its prompt came in chunks or its answer was written
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Recorder:
         return self  # a copied cache goes on reporting to the same place
@@ -116,6 +117,7 @@ class Recorder:
             seconds={stage: self.stopwatch.seconds(stage) for stage in stages},
             raised=any(r.raised for r in self.layers),
             left_alone=self.left_alone,
+            rounds=self.rounds,
         )
 
 
@@ -129,6 +131,7 @@ class Report:
         seconds: time in scoring, selection, compaction and prefill; the first three are inside the last.
         raised: protection kept more than the budget's share asked for.
         left_alone: layers that are not full attention and keep their own cache.
+        rounds: evictions of a layer between chunks of a prompt or while an answer was written.
     """
 
     method: str
@@ -137,6 +140,7 @@ class Report:
     seconds: dict[str, float]
     raised: bool
     left_alone: int
+    rounds: int = 0
 
     @property
     def evictions(self) -> int:
@@ -178,6 +182,7 @@ class Report:
                 "bytes_after": self.bytes_after,
                 "seconds": self.seconds,
                 "left_alone": self.left_alone,
+                "rounds": self.rounds,
                 "warnings": self.warnings,
                 "layers": list(self.layers),
             }
@@ -197,6 +202,8 @@ class Report:
             inside = self.seconds["scoring"] + self.seconds["selection"] + self.seconds["compaction"]
             prefill = f" of {self.seconds['prefill']:.3g} s prefill" if self.seconds["prefill"] else ""
             lines.append(f"scoring, selection and compaction {inside * 1e3:.3g} ms{prefill}")
+        if self.rounds:
+            lines.append(f"{self.rounds} evictions of a layer between chunks or while the answer was written")
         if self.left_alone:
             lines.append(f"{self.left_alone} layers are not full attention and were left alone")
         return "\n".join([*lines, *(f"note: {warning}" for warning in self.warnings)])

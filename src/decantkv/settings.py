@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self, get_args
 
+import torch
 from torch import Tensor
 
 from decantkv.allocation import UNIFORM, AllocationRule, resolve_allocation
@@ -105,6 +106,8 @@ class Settings:
         lengths: Sequence[int] | None = None,
         layer: tuple[int, int] = (0, 1),
         shared: bool = False,
+        n_keep: Sequence[int] | None = None,
+        forced: Tensor | None = None,
     ) -> Kept:
         """Select by the method's own rules and these settings.
 
@@ -114,11 +117,13 @@ class Settings:
             lengths: the window's, where the host knows them; None reads them from the window.
             layer: (index, number) among the layers that evict.
             shared: force one set for all heads.
+            n_keep: tokens each head of a row keeps; None: by the budget.
+            forced: [B, H, N] bool, keys that come before all but the protected ones; None: none.
 
         Raises:
             ValueError: the allocation gives heads different numbers where they must share one set.
         """
-        return select(scores, **self._options(scores, win, lengths, layer, shared), impl=self.impl)
+        return select(scores, **self._options(scores, win, lengths, layer, shared, n_keep, forced), impl=self.impl)
 
     def order(
         self,
@@ -128,9 +133,11 @@ class Settings:
         lengths: Sequence[int] | None = None,
         layer: tuple[int, int] = (0, 1),
         shared: bool = False,
+        n_keep: Sequence[int] | None = None,
+        forced: Tensor | None = None,
     ) -> Order:
         """The order of keeping alone, for a rule that spreads one budget over the layers; arguments as in `choose`."""
-        return order(scores, **self._options(scores, win, lengths, layer, shared))
+        return order(scores, **self._options(scores, win, lengths, layer, shared, n_keep, forced))
 
     def keep(self, win: AttentionWindow, *, layer: tuple[int, int] = (0, 1), shared: bool = False) -> Kept:
         """Score and select in one call."""
@@ -143,6 +150,8 @@ class Settings:
         lengths: Sequence[int] | None,
         layer: tuple[int, int],
         shared: bool,
+        n_keep: Sequence[int] | None,
+        forced: Tensor | None,
     ) -> dict[str, Any]:
         method = self.method
         if shared and self.allocation.ragged:
@@ -150,12 +159,17 @@ class Settings:
         if lengths is None and win is not None and win.lengths is not None:
             lengths = [int(n) for n in win.lengths.tolist()]
         rows = [scores.shape[2]] * scores.shape[0] if lengths is None else list(lengths)
-        n_keep = self.n_keep(rows)
+        n_keep = self.n_keep(rows) if n_keep is None else list(n_keep)
+        two_stages = type(method).rank is not Method.rank
 
         def rank(pooled: Tensor, counts: list[int]) -> Tensor:
             if win is None:
                 raise TypeError(f"win: expected the attention window, which {method.name} looks at again, got None")
-            return method.rank(pooled, win, counts)
+            ranked = method.rank(pooled, win, counts) if two_stages else pooled
+            if forced is None:
+                return ranked
+            first = forced if forced.shape[1] == ranked.shape[1] else forced.any(1, keepdim=True)
+            return ranked.masked_fill(first, torch.finfo(ranked.dtype).max)
 
         return {
             "n_keep": n_keep,
@@ -169,7 +183,7 @@ class Settings:
             "lengths": lengths,
             "forced_tail": [method.tail(n, self.fixed(length)) for n, length in zip(n_keep, rows, strict=True)],
             "layer": layer,
-            "rank": None if type(method).rank is Method.rank else rank,
+            "rank": rank if two_stages or forced is not None else None,
             "shared": shared or method.shared_by_heads,
         }
 

@@ -1,0 +1,153 @@
+"""Bounds on what is stored while a prompt is read in chunks and while an answer is written.
+
+Tokens that outlive a round of eviction lie side by side but come from anywhere in the prompt. `Trail` remembers where
+from; a round scores and selects as ever, over what is stored, with each row's own count.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from decantkv.allocation import UNIFORM, Shared
+from decantkv.budget import count
+from decantkv.options import Span, expect_int
+from decantkv.ranking import FILLER
+from decantkv.scoring.window import AttentionWindow
+from decantkv.selection import Kept
+from decantkv.settings import Settings
+from decantkv.transfer import to_device
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """How much may be stored at once, beyond the budget that a prompt ends with.
+
+    Attributes:
+        prefill_chunk: `generate` reads prompts this many tokens at a time; None: in one piece.
+        max_kv_tokens: tokens a head stores at most after each chunk; None: all until the prompt ends.
+        every: new tokens between two evictions while an answer is written; None: answers are kept whole.
+        decode_budget: tokens a head keeps at such an eviction: of everything, or with `protect_prompt` of the answer
+            alone. None: as many as the prompt's budget gave.
+        protect_prompt: what the prompt's eviction kept stays for good.
+    """
+
+    prefill_chunk: int | None = None
+    max_kv_tokens: int | None = None
+    every: int | None = None
+    decode_budget: int | None = None
+    protect_prompt: bool = False
+
+    def check(self, settings: Settings) -> Bounds:
+        """These bounds, if they can be held under the settings.
+
+        Raises:
+            TypeError, ValueError: an argument out of its range, or one that another one excludes.
+        """
+        for name in ("prefill_chunk", "max_kv_tokens", "every", "decode_budget"):
+            if getattr(self, name) is not None:
+                expect_int(name, getattr(self, name), at_least=1)
+        method = settings.method
+        always = method.window + settings.sinks
+        if self.max_kv_tokens is not None:
+            if self.prefill_chunk is None:
+                raise ValueError("prefill_chunk: expected the length of a chunk beside max_kv_tokens, got None")
+            least = always + count(tuple(settings.protect))
+            if self.max_kv_tokens < least:
+                raise ValueError(
+                    f"max_kv_tokens: expected at least {least}, which window, sinks and protected spans always keep, "
+                    f"got {self.max_kv_tokens}"
+                )
+            if settings.protect and settings.allocation.over_layers:
+                raise ValueError(
+                    "max_kv_tokens: expected none beside protect under an allocation over all layers, got both"
+                )
+        if self.every is None and (self.decode_budget is not None or self.protect_prompt):
+            raise ValueError("every: expected a number of tokens beside decode_budget or protect_prompt, got None")
+        if self.every is not None and settings.allocation.ragged:
+            raise ValueError(
+                f"every: expected an allocation that gives heads equally many tokens, got {settings.allocation.name!r}"
+            )
+        if self.decode_budget is not None and self.decode_budget < always:
+            raise ValueError(
+                f"decode_budget: expected at least {always} tokens, which window and sinks always keep, "
+                f"got {self.decode_budget}"
+            )
+        if (self.every or self.max_kv_tokens) and (method.renumbers or "queries" in method.needs):
+            name = "every" if self.every else "max_kv_tokens"
+            raise ValueError(f"{name}: expected a method that looks at the last queries alone, got {method.describe()}")
+        return self
+
+
+UNBOUNDED = Bounds()
+
+
+@dataclass(frozen=True)
+class Trail:
+    """Where the stored slots of a prompt come from.
+
+    Attributes:
+        positions: [B, H, M] int64 prompt positions, ascending; FILLER on the left.
+        held: real tokens each row stores; seen: real tokens each row was given. Pads count in neither.
+    """
+
+    positions: Tensor
+    held: tuple[int, ...]
+    seen: tuple[int, ...]
+
+    @classmethod
+    def start(cls, batch: int, heads: int, device: torch.device) -> Trail:
+        """Before the first chunk."""
+        none = (0,) * batch
+        return cls(torch.zeros(batch, heads, 0, dtype=torch.int64, device=device), none, none)
+
+    def extend(self, new: int, logical: int, held: Sequence[int]) -> Trail:
+        """After `new` more tokens, the last at position `logical` − 1; `held` real ones are stored now."""
+        later = torch.arange(logical - new, logical, device=self.positions.device)
+        later = later.expand(*self.positions.shape[:2], -1)
+        seen = tuple(all_ + now - before for all_, now, before in zip(self.seen, held, self.held, strict=True))
+        return Trail(torch.cat([self.positions, later], 2), tuple(held), seen)
+
+    def keep(self, kept: Kept, held: Sequence[int]) -> Trail:
+        """After all but `kept` slots are gone, of which `held` are real tokens of each row."""
+        return Trail(self.origin(kept).indices, tuple(held), self.seen)
+
+    def origin(self, kept: Kept) -> Kept:
+        """The same choice by prompt positions instead of slots."""
+        found = self.positions.gather(2, kept.indices.clamp_min(0))
+        return Kept(found.masked_fill(kept.indices == FILLER, FILLER), kept.counts, kept.rows)
+
+    def inside(self, spans: Sequence[Span], starts: Sequence[int]) -> Tensor:
+        """[B, H, M] bool: which slots hold a token of the spans, which count from where each row starts."""
+        place = self.positions - to_device(starts, self.positions.device)[:, None, None]
+        within = torch.zeros_like(place, dtype=torch.bool)
+        for start, stop in spans:
+            within |= (place >= start) & (place < stop)
+        return within & (self.positions != FILLER)
+
+
+def choose(
+    settings: Settings,
+    win: AttentionWindow,
+    *,
+    lengths: Sequence[int],
+    n_keep: Sequence[int],
+    forced: Tensor | None,
+    shared: bool,
+) -> Kept:
+    """One round: the slots each head keeps, by the settings' scores; every head of a row keeps equally many.
+
+    Args:
+        win: over the stored tokens.
+        lengths: real tokens stored by each row; n_keep: how many of them stay.
+        forced: [B, H, N] bool, slots that stay whatever their score; None: none beyond window and sinks.
+        shared: one set for all heads.
+    """
+    one = shared or isinstance(settings.allocation, Shared)
+    plain = dataclasses.replace(settings, protect=(), allocation=Shared() if one else UNIFORM)
+    scores = plain.score(win)
+    return plain.choose(scores, win=win, lengths=lengths, shared=shared, n_keep=n_keep, forced=forced)

@@ -1,0 +1,259 @@
+"""The layer that evicts: when its prompt has been read, while it comes in chunks, and while an answer is written."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from decantkv.bounded import UNBOUNDED, Bounds, Trail, choose
+from decantkv.interface import AttentionCall
+from decantkv.layers import PromptLayer, gather_kv, valid_slots, window_of
+from decantkv.masks import PromptMask, real_tokens
+from decantkv.needs import output_projection
+from decantkv.records import LayerRecord, Recorder, storage_bytes
+from decantkv.scoring.window import AttentionWindow, Rotate, make_window
+from decantkv.selection import Kept
+from decantkv.settings import Settings
+from decantkv.transfer import to_device
+
+
+class EvictingLayer(PromptLayer):
+    """Scores its prompt by the model's own attention call and keeps the costliest tokens."""
+
+    attends_twice = False  # the model makes two attention calls a layer, of which the cache sees one
+
+    def __init__(
+        self,
+        layer_idx: int,
+        cache_id: int,
+        settings: Settings,
+        recorder: Recorder,
+        *,
+        shared: bool,
+        rotate: Rotate | None = None,
+        bounds: Bounds = UNBOUNDED,
+    ) -> None:
+        super().__init__(layer_idx, cache_id, settings.rows)
+        self.bounds, self.listens = bounds, bounds.every is not None
+        self.trail: Trail | None = None  # of a prompt that was thinned while it came
+        self.frame: Tensor | None = None  # [B, 3] on the CPU: a row's first position, its prompt's end, tokens at most
+        self.recent: list[Tensor] = []  # the last queries, [B, HQ, ≤ w, D] together, where answers are evicted
+        self.renewed = 0  # logical length at the last eviction
+        self.settings, self.recorder, self.shared, self.rotate = settings, recorder, shared, rotate
+        self.uneven = settings.allocation.by_layer
+        self.wants_every_query = "queries" in settings.method.needs
+        self.place = (0, 1)  # which of how many evicting layers; the cache knows when all are there
+
+    def keep(self, call: AttentionCall, seen: PromptMask, rows: int) -> None:
+        """Score, select, compact; a prompt within its budget is kept whole."""
+        keys, values = self._prompt()
+        held = seen.lengths if seen.lengths is not None else (keys.shape[2],) * keys.shape[0]
+        lengths = held if self.trail is None else self.trail.seen
+        counts = [min(n, most) for n, most in zip(self.settings.n_keep(lengths), held, strict=True)]
+        before = storage_bytes([keys, values])
+        if counts == list(held):
+            self.store_all()
+            if seen.lengths is not None:
+                place = torch.arange(keys.shape[2], device=keys.device)
+                self.valid = (place >= keys.shape[2] - to_device(held, keys.device)[:, None])[:, None]
+            kept_counts = torch.tensor(counts)[:, None].expand(-1, keys.shape[1])
+            if self.trail is not None and tuple(lengths) != tuple(held):
+                self.kept = Kept(self.trail.positions, kept_counts.to(keys.device), tuple(counts))
+        else:
+            kept = self._choose(call, seen, rows, counts)
+            with self.recorder.stopwatch.measure("compaction", keys.device):
+                self.store_kept(kept)
+                if self.attends_twice and self.valid is not None:
+                    raise ValueError(
+                        f"input_ids: expected prompts that keep equally many tokens with {call.attention_class}, which "
+                        "attends twice a layer, got rows of unequal length"
+                    )
+                if self.rotate is not None and self.settings.method.renumbers:
+                    self._renumber(kept, self.rotate)
+                if self.trail is not None:
+                    self.kept = self.trail.origin(kept)
+            kept_counts = kept.counts
+        self.record(lengths, kept_counts, before)
+        self._begin_answer(call, lengths, counts)
+
+    def record(self, lengths: Sequence[int], counts: Tensor, bytes_before: int) -> None:
+        """Note what was kept."""
+        after, raised = storage_bytes(self.store_tensors()), self.settings.raised(lengths)
+        self.recorder.layers.append(LayerRecord(self.layer_idx, tuple(lengths), counts, bytes_before, after, raised))
+
+    def _renumber(self, kept: Kept, rotate: Rotate) -> None:
+        """Turn kept keys by as many positions as were dropped behind them, so that no distance spans a gap."""
+        if self.store is None:
+            return
+        slots = kept.indices.shape[2]
+        place = torch.arange(self.logical - slots, self.logical, device=kept.indices.device)
+        ahead = torch.where(kept.valid(), place - kept.indices, 0)  # [B, H, K]
+        keys = self.store.keys
+        self.fill(rotate(keys.flatten(0, 1)[:, None], ahead.flatten(0, 1)).view_as(keys), self.store.values)
+
+    def store_tensors(self) -> list[Tensor]:
+        """Keys and values of the kept tokens."""
+        return [] if self.store is None else self.store.buffers()
+
+    def _choose(self, call: AttentionCall, seen: PromptMask, rows: int, counts: list[int]) -> Kept:
+        keys, _ = self._prompt()
+        stopwatch, device = self.recorder.stopwatch, keys.device
+        with stopwatch.measure("scoring", device):
+            win = window_of(call, seen, rows, self.layer_idx, needs=self.settings.method.needs, rotate=self.rotate)
+            scores = self.settings.score(win)
+        # a latent cache (MLA) stores one head for all, some models repeat heads after the cache
+        shared = self.shared or call.key.shape[1] != keys.shape[1]
+        with stopwatch.measure("selection", device):
+            kept = self._select(scores, win, seen.lengths, shared, counts)
+        if call.key.shape[1] != keys.shape[1]:
+            heads = keys.shape[1]
+            kept = Kept(kept.indices[:, :1].expand(-1, heads, -1), kept.counts[:, :1].expand(-1, heads), kept.rows)
+        return kept
+
+    def _select(
+        self, scores: Tensor, win: AttentionWindow, lengths: Sequence[int] | None, shared: bool, counts: list[int]
+    ) -> Kept:
+        settings, terms = self._terms(counts)
+        return settings.choose(scores, win=win, lengths=lengths, layer=self.place, shared=shared, **terms)
+
+    def _terms(self, counts: list[int]) -> tuple[Settings, dict[str, Any]]:
+        """The settings for what is stored, and what they cannot know of it: counts, and where protected tokens lie."""
+        if self.trail is None:
+            return self.settings, {}
+        starts = [self.logical - n for n in self.trail.seen]
+        spans = self.settings.protect
+        forced = self.trail.inside(spans, starts) if spans else None
+        return dataclasses.replace(self.settings, protect=()), {"n_keep": counts, "forced": forced}
+
+    def _wait(self, call: AttentionCall) -> None:
+        super()._wait(call)
+        if self.bounds.max_kv_tokens is not None:
+            self._thin(self.bounds.max_kv_tokens)
+
+    @torch.no_grad()
+    def _thin(self, most: int) -> None:
+        """Keep at most that many of the tokens a waiting prompt has so far."""
+        if self.waiting is None:
+            return
+        (call, chunk), (keys, values) = self.waiting, self._prompt()
+        if call.key.shape[1] != keys.shape[1]:
+            raise ValueError(
+                f"max_kv_tokens: expected a model that attends to the heads it caches, got {call.attention_class}, "
+                "which caches latents"
+            )
+        batch, heads, kv_len = keys.shape[:3]
+        held = real_tokens(call.mask, batch=batch, kv_len=kv_len, device=keys.device)
+        trail = self.trail or Trail.start(batch, heads, keys.device)
+        self.trail = trail.extend(chunk, self.logical, held)
+        self.seen = None
+        if kv_len <= most:
+            return
+        lengths = [max(1, n) for n in held]  # a row of pads so far keeps one of them, which stays hidden
+        seen = PromptMask(None if set(lengths) == {kv_len} else tuple(lengths), None)
+        spans = self.settings.protect
+        forced = self.trail.inside(spans, [self.logical - n for n in self.trail.seen]) if spans else None
+        kept = self._round(
+            window_of(call, seen, self.rows, self.layer_idx, needs=self.settings.method.needs, rotate=self.rotate),
+            lengths,
+            [min(n, most) for n in lengths],
+            forced,
+        )
+        with self.recorder.stopwatch.measure("compaction", keys.device):
+            self.prompt = gather_kv(keys, values, kept.indices)
+        held = tuple(min(n, most) for n in held)
+        self.trail = self.trail.keep(kept, held)
+        self.waiting = (dataclasses.replace(call, key=self.prompt[0], value=self.prompt[1], mask=None), chunk)
+        self.seen = PromptMask(None if set(held) == {self.prompt[0].shape[2]} else held, None)
+
+    def _round(self, win: AttentionWindow, lengths: list[int], counts: list[int], forced: Tensor | None) -> Kept:
+        self.recorder.rounds += 1
+        with self.recorder.stopwatch.measure("scoring", win.k.device):
+            return choose(self.settings, win, lengths=lengths, n_keep=counts, forced=forced, shared=self.shared)
+
+    def _begin_answer(self, call: AttentionCall, lengths: Sequence[int], counts: list[int]) -> None:
+        """The prompt is done: remember what later evictions need to know of it."""
+        bounds = self.bounds
+        if bounds.every is None:
+            return
+        own, whole = bounds.decode_budget, self.settings.budget.tokens
+        if bounds.protect_prompt:
+            most = [n + (n if own is None else own) for n in counts]
+        else:
+            most = [own if own is not None else whole if whole is not None else n for n in counts]
+        rows = [(self.logical - n, self.logical, limit) for n, limit in zip(lengths, most, strict=True)]
+        self.frame, self.renewed, self.recent = torch.tensor(rows), self.logical, []
+        self._remember(call.query)
+
+    def _remember(self, query: Tensor) -> None:
+        """Add new queries and forget those that no window will hold again."""
+        self.recent.append(query[:, :, -self.rows :].clone())
+        while sum(q.shape[2] for q in self.recent[1:]) >= self.rows:
+            del self.recent[0]
+
+    def after_attention(self, call: AttentionCall) -> None:
+        """The attention is done: decide about a prompt, or, every so many tokens, about all that is stored."""
+        answer = self.prompt is None
+        super().after_attention(call)
+        if answer and self.frame is not None and self.bounds.every is not None:
+            self._remember(call.query)
+            if self.logical - self.renewed >= self.bounds.every:
+                self._renew(call)
+
+    @torch.no_grad()
+    def _renew(self, call: AttentionCall) -> None:
+        """Evict from prompt and answer alike, as the last queries score them."""
+        if self.store is None or self.frame is None:
+            return
+        keys, values = self.store.keys, self.store.values
+        batch, heads, stored = keys.shape[:3]
+        held = list(real_tokens(call.mask, batch=batch, kv_len=stored, device=keys.device))
+        if self.valid is not None:
+            hidden = (~self.valid).sum(-1).amax(-1).tolist()
+            held = [min(n, stored - int(h)) for n, h in zip(held, hidden, strict=True)]
+        self.renewed = self.logical
+        starts, ends, most = self.frame.T.tolist()
+        counts = [min(n, limit) for n, limit in zip(held, most, strict=True)]
+        if counts == held:
+            return
+        new = stored if self.kept is None else stored - self.kept.indices.shape[2]
+        trail = Trail.start(batch, heads, keys.device)
+        if self.kept is not None:
+            trail = Trail(self.kept.indices.expand(-1, heads, -1), trail.held, trail.seen)
+        trail = trail.extend(new, self.logical, held)
+        forced = trail.inside(self.settings.protect, starts) if self.settings.protect else None
+        if self.bounds.protect_prompt:
+            forced = trail.inside([(0, max(ends))], [0] * batch)
+        query = torch.cat(self.recent, 2)[:, :, -self.rows :]
+        win = make_window(
+            query, keys, values, scale=call.scale, softcap=call.softcap, sink_logits=call.sink_logits,
+            lengths=None if set(held) == {stored} else to_device(held, keys.device), layer_idx=self.layer_idx,
+            output_projection=output_projection(call.module, call.query, values)
+            if "W_O" in self.settings.method.needs else None, rotate=self.rotate,
+        )  # fmt: skip
+        kept = self._round(win, held, counts, forced)
+        with self.recorder.stopwatch.measure("compaction", keys.device):
+            self.fill(*gather_kv(keys, values, kept.indices))
+        self.valid, self.kept = valid_slots(kept), trail.origin(kept)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the newest tokens, their queries with them; see `PromptLayer.crop`."""
+        before = self.logical
+        super().crop(tokens_to_remove)
+        if self.recent and before > self.logical:
+            query = torch.cat(self.recent, 2)
+            self.recent = [query[:, :, : max(0, query.shape[2] - before + self.logical)]]
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> None:
+        super()._each(change)
+        self.recent = [change(query) for query in self.recent]
+        self.frame = None if self.frame is None else change(self.frame)
+
+    def reset(self) -> None:
+        """Empty again."""
+        super().reset()
+        self.trail = self.frame = None
+        self.recent, self.renewed = [], 0
