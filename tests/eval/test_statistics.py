@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from decantkv.eval.statistics import Bootstrap, losing_share, tables
+from decantkv.eval.statistics import Bootstrap, best_on_the_other_half, losing_share, tables
 
 
 def rows_of(scores, *, task="t", length=100, regime="aware", policy="dropkv", budget="0.1", prompts=False, **extra):
@@ -113,3 +113,13 @@ def test_lengths_and_regimes_are_never_merged():
 def test_without_the_full_cache_there_is_no_table():
     with pytest.raises(ValueError, match="full cache"):
         tables(rows_of([1.0]))
+
+
+def test_the_best_is_chosen_on_one_half_and_reported_on_the_other():
+    even_good, odd_good = [1.0, 0.0] * 10, [0.0, 1.0] * 10
+    rows = full([1.0] * 20) + rows_of(even_good, policy="lucky") + rows_of([0.5] * 20, policy="dropkv")
+    (best,) = best_on_the_other_half(rows)
+    assert (best.policy, best.seen.mean, best.unseen.mean, best.against.mean) == ("lucky", 1.0, 0.0, -0.5)
+    rows = full([1.0] * 20) + rows_of(odd_good, policy="unlucky") + rows_of([0.5] * 20, policy="dropkv")
+    (best,) = best_on_the_other_half(rows)
+    assert (best.policy, best.against) == ("dropkv", None)

@@ -103,6 +103,19 @@ def table(
 
 
 @app.command()
+def best(
+    folder: Annotated[Path, typer.Argument(help="A folder of rows.")],
+    reference: Annotated[str, typer.Option(help="The method to beat.")] = "dropkv",
+) -> None:
+    """The best method by one half of the prompts, and its score on the other half."""
+    from decantkv.eval.results import read_folder
+    from decantkv.eval.show import print_best
+
+    run_of, rows = read_folder(folder)
+    print_best(run_of, rows, reference=reference)
+
+
+@app.command()
 def pack(folder: Annotated[Path, typer.Argument(help="A folder of finished rows.")]) -> None:
     """Compress a folder's rows; a later run takes them up again."""
     from decantkv.eval.results import pack as compress

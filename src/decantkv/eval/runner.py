@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +27,7 @@ from decantkv.scoring.window import AttentionWindow
 from decantkv.selection import Kept
 
 Prompt = tuple[str, Callable[[], Sample]]
-"""A sample's key and how to make it: done prompts are never made."""
+"""A sample's key and how to make it, in another thread; done prompts are never made."""
 
 SPREAD = 2.0  # rows whose sizes differ more than this do not share a batch, which would be mostly filler
 SMALL = 512  # slots below which that does not matter
@@ -126,22 +127,27 @@ class Runner:
             progress: called with the number of cells that were finished or found done.
         """
         jobs: list[_Job] = []
-        for key, make in prompts:
-            wanted = self.plan.cells(key)
-            missing = [cell for cell in wanted if cell not in store.done]
-            progress(len(wanted) - len(missing))
-            if not missing:
-                continue
+        for sample, missing in _made_ahead(self._undone(prompts, store, progress)):
             if deadline is not None and time.monotonic() > deadline:
                 self._finish(jobs, store, progress)
                 return False
-            jobs.append(self._read(make(), missing))
+            jobs.append(self._read(sample, missing))
             rows = sum(len(job.rows) for job in jobs)
             if rows >= self.max_rows or sum(job.nbytes for job in jobs) > self.memory // 2:
                 self._finish(jobs, store, progress)
                 jobs = []
         self._finish(jobs, store, progress)
         return True
+
+    def _undone(
+        self, prompts: Iterable[Prompt], store: Store, progress: Callable[[int], None]
+    ) -> Iterator[tuple[Callable[[], Sample], list[Cell]]]:
+        for key, make in prompts:
+            wanted = self.plan.cells(key)
+            missing = [cell for cell in wanted if cell not in store.done]
+            progress(len(wanted) - len(missing))
+            if missing:
+                yield make, missing
 
     def _read(self, sample: Sample, missing: list[Cell]) -> _Job:
         """Read the prompt and make the rows of its missing cells."""
@@ -285,6 +291,21 @@ def _shifts_and_overlaps(
         for cell, choice in here.items():
             found[cell] = {"shift": output_shift(windows, choice, each), "overlap": shared[cell.policy]}
     return found
+
+
+def _made_ahead(
+    undone: Iterator[tuple[Callable[[], Sample], list[Cell]]],
+) -> Iterator[tuple[Sample, list[Cell]]]:
+    """Samples, each made while the one before it is worked on: fitting a length costs many tokenisations."""
+    with ThreadPoolExecutor(1) as maker:
+        ahead: tuple[Future[Sample], list[Cell]] | None = None
+        for make, missing in undone:
+            coming = (maker.submit(make), missing)
+            if ahead is not None:
+                yield ahead[0].result(), ahead[1]
+            ahead = coming
+        if ahead is not None:
+            yield ahead[0].result(), ahead[1]
 
 
 def free_memory(device: torch.device) -> int:

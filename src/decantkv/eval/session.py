@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import platform
 import time
@@ -87,7 +88,8 @@ class Session:
         with console.status(f"loading {self.model}"):
             model, tokenizer = self._load()
         form = ChatFormat(tokenizer, system=self.system)
-        prompts = list(self._prompts(form, texts))
+        apart = ChatFormat(copy.deepcopy(tokenizer), system=self.system)  # prompts are made in a thread of their own
+        prompts = list(self._prompts(apart, texts))
         store = Store(out, self._configuration(model, tokenizer, texts), self._circumstances(model, plan, command))
         runner = Runner(model, form, plan, stops=stop_tokens(model, tokenizer), memory=memory, graphs=graphs)
         deadline = begun + 60 * minutes if minutes else None

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from decantkv.eval.chat import REGIMES
-from decantkv.eval.statistics import Bootstrap, Summary, tables
+from decantkv.eval.statistics import Bootstrap, Summary, best_on_the_other_half, tables
 
 
 def print_tables(
@@ -38,6 +38,32 @@ def print_tables(
         if table.left_out:
             left = ", ".join(f"{task} {score:.2f}" for task, score in table.left_out.items())
             console.print(f"not in the averages, the full cache itself being below 0.3: {left}", style="dim")
+
+
+def print_best(
+    run: Mapping[str, Any],
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    reference: str = "dropkv",
+    console: Console | None = None,
+) -> None:
+    """Print what was best on one half of the prompts and what it is worth on the other."""
+    console = console or Console(highlight=False)
+    table = RichTable(title=heading(run["configuration"]), title_justify="left")
+    for column in (
+        "tokens",
+        "regime",
+        "budget",
+        "best on even prompts",
+        "there",
+        "on odd prompts",
+        f"− {reference} there",
+    ):
+        table.add_column(column)
+    for b in best_on_the_other_half(rows, reference=reference):
+        against = str(b.against) if b.against else ""
+        table.add_row(f"{b.length}", b.regime, b.budget, b.policy, str(b.seen), str(b.unseen), against)
+    console.print(table)
 
 
 def heading(configuration: Mapping[str, Any]) -> str:

@@ -38,31 +38,20 @@ class Fit:
                 seen[size] = build(size)
             return seen[size][1] <= self.length
 
-        if not fits(self.least):
-            raise ValueError(
-                f"length: expected at least {seen[self.least][1]} tokens for {self.what}, got {self.length}"
-            )
-        low, high = self._bracket(fits)
+        low, high = self._size or self.least, 0  # high: a size that does not fit, 0 while none is known
+        stride = first = self.step if self._size is None else 1
+        while not fits(low):
+            if low == self.least:
+                raise ValueError(f"length: expected at least {seen[low][1]} tokens for {self.what}, got {self.length}")
+            low, high, stride = max(self.least, low - stride), low, stride * 2
+        stride = first
+        while not high:
+            if fits(low + stride):
+                low, stride = low + stride, stride * 2
+            else:
+                high = low + stride
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if fits(middle) else (low, middle)
         self._size = low
         return seen[low][0]
-
-    def _bracket(self, fits: Callable[[int], bool]) -> tuple[int, int]:
-        """(low, high): low fits and high does not."""
-        if self._size is None:
-            low, stride = self.least, self.step
-        else:
-            stride = 1
-            low = self._size
-            while low > self.least and not fits(low):
-                low, stride = max(self.least, low - stride), stride * 2
-            if not fits(low + 1):
-                return low, low + 1
-            stride = 1
-        high = low + stride
-        while fits(high):
-            low, stride = high, stride * 2
-            high = low + stride
-        return low, high
