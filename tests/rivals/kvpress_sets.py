@@ -11,10 +11,11 @@ from pathlib import Path
 
 import torch
 from kvpress import AdaKVPress, CriticalKVPress, ExpectedAttentionPress, KnormPress, SnapKVPress, TOVAPress
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import DynamicCache
 from transformers.utils import logging
 
 import decantkv
+from decantkv.models import load
 from tests import tiny
 
 NUMBERS = "The gate code of the {} is {}. "
@@ -97,18 +98,18 @@ def beyond_ties(norm, a, b):
     return int(((only_a - only_b).abs() > 1e-5 * norm.amax()).sum())
 
 
-def main(folder):
+def main(source):
     logging.disable_progress_bar()
     ratios, worst = (0.5, 0.8), {}
     cases = []
     for ratio in ratios:
         cases.append(("tiny llama", tiny.llama(), tiny.prompt(400), ratio))
         cases.append(("tiny qwen2", tiny.qwen2(head_dim=8), tiny.prompt(401, 1), ratio))
-    if folder:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    if source:
+        model, tokenizer = load(source)
         text = "".join(NUMBERS.format(place, 1000 + 37 * i * i) for i in range(2) for place in PLACES)
-        ids = AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt").input_ids
-        cases.append((Path(folder).name, model, ids, 0.6))
+        ids = tokenizer(text, return_tensors="pt").input_ids
+        cases.append((Path(source).name, model, ids, 0.6))
     for case in cases:
         for rival, share in compare(*case).items():
             worst[rival] = max(worst.get(rival, 0.0), share)
