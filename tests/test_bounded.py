@@ -13,6 +13,7 @@ from decantkv.cache import cache_argument, deferred
 from decantkv.evicting import EvictingLayer
 from decantkv.observation import ObservingCache
 from tests import tiny
+from tests.families import at_least
 from tests.judge import hiding, kept_masks, logits_with
 
 CAP = {"prefill_chunk": 24, "max_kv_tokens": 40}
@@ -197,6 +198,8 @@ def test_under_plain_generate():
     with decantkv.attach(model, budget=0.2, prefill_chunk=32) as chunked:
         assert torch.equal(model.generate(ids, max_new_tokens=6, **tiny.GREEDY), whole)
     assert [r["kept"] for r in chunked.report().layers] == [r["kept"] for r in run.report().layers]
+    if not at_least("5.0"):
+        pytest.skip("transformers 4 makes the last token a chunk of its own: other chunks, another eviction")
     cache = decantkv.EvictingCache(model, budget=0.2, **CAP)
     _, first = in_chunks(model, cache, {"input_ids": ids}, 24)
     fed = []

@@ -21,6 +21,7 @@ from decantkv.cache import EvictingCache, cache_argument, check_model, decide, d
 from decantkv.generating import check_chunks, first_the_prompt, is_chunked, number_chunk, refuse_continuous_batching
 from decantkv.interface import Hold, not_understood
 from decantkv.methods import Method
+from decantkv.needs import decoder_of
 from decantkv.options import Allocation, Impl, Span
 from decantkv.records import Report
 from decantkv.settings import Settings
@@ -133,7 +134,7 @@ class _Attachment:
         self.runs: list[Run] = []
         self._model = weakref.ref(model)
         self._hold = Hold(model)
-        decoder: nn.Module = (model.get_decoder() if hasattr(model, "get_decoder") else None) or model.base_model
+        decoder: nn.Module = decoder_of(model)
         self._name = cache_argument(decoder)
         self._hooks = [
             decoder.register_forward_pre_hook(self._before_forward, with_kwargs=True),

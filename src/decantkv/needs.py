@@ -50,8 +50,7 @@ def rotation(model: Any) -> Rotate:
     Raises:
         ValueError: the model has no such pair, or its frequencies change with the prompt's length.
     """
-    decoder = (model.get_decoder() if hasattr(model, "get_decoder") else None) or model.base_model
-    embed, apply = getattr(decoder, "rotary_emb", None), _apply_of(model)
+    embed, apply = getattr(decoder_of(model), "rotary_emb", None), _apply_of(model)
     way_out = "use another method, or its options that do without rotation (renumber=False, future=0)"
     if embed is None or apply is None:
         raise ValueError(
@@ -67,6 +66,12 @@ def rotation(model: Any) -> Rotate:
             f"method: expected rotary positions that add up, got others in {type(model).__name__}; {way_out}"
         )
     return rotate
+
+
+def decoder_of(model: Any) -> Any:
+    """The part of a model that reads tokens; some versions of transformers take the whole for it."""
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
+    return model.base_model if decoder is None or decoder is model else decoder
 
 
 def _apply_of(model: nn.Module) -> Callable[..., Any] | None:
