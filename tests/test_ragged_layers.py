@@ -13,7 +13,8 @@ import decantkv
 from decantkv.allocation import Ada
 from decantkv.cache import cache_argument
 from decantkv.ragged import ROOM
-from decantkv.ragged_layers import RaggedLayer
+from decantkv.ragged_layers import LayerContest, RaggedLayer
+from decantkv.selection import order
 from tests import tiny
 from tests.judge import evicted_and_judged, hiding, kept_masks, logits_with
 
@@ -214,3 +215,42 @@ def test_streaming_renumbers_ragged_keys_too():
 def test_heads_that_must_share_a_set_refuse_ragged_budgets():
     with pytest.raises(ValueError, match="whose heads share one set"):
         decantkv.attach(tiny.llama(), "tova", budget=0.1, allocation="ada")
+
+
+def test_layers_whose_tokens_differ_in_size_cannot_trade_them():
+    model, contest = tiny.llama(), LayerContest()
+    layers = [layer for layer in decantkv.EvictingCache(model, budget=4, window=1, allocation="layer").layers[:2]]
+    for layer, width in zip(layers, (8, 16), strict=True):
+        layer.prompt = torch.randn(1, 2, 9, width), torch.randn(1, 2, 9, width)
+    chosen = order(torch.rand(1, 2, 9), n_keep=4, window=1, allocation="layer")
+    contest.enter(layers[0], chosen)
+    with pytest.raises(ValueError, match=r"layers of equal head_dim under 'layer'.* got 32 after 16; use 'ada'"):
+        contest.enter(layers[1], chosen)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("allocation", ["ada", "layer"])
+def test_on_a_gpu_the_allocators_figure_is_the_caches_own(allocation):
+    """Within one block of the allocator, 512 bytes, for each tensor held; and the kernel says what the CPU says."""
+    inputs = tiny.left_padded([tiny.prompt(n, n) for n in (900, 700, 400, 180)])
+    answers = []
+    for device in ("cpu", "cuda"):
+        model = tiny.llama().to(device)
+        name, batch = cache_argument(model), {k: v.to(device) for k, v in inputs.items()}
+        position = (batch["attention_mask"].cumsum(1) - 1).clamp_min(0)
+        with torch.no_grad():
+            model(**batch, position_ids=position, logits_to_keep=1)  # allocates what libraries keep for themselves
+            gc.collect()
+            before = torch.cuda.memory_allocated()
+            cache = decantkv.EvictingCache(model, "adadropkv", budget=0.05, allocation=allocation)
+            model(**batch, position_ids=position, logits_to_keep=1, **{name: cache})
+            gc.collect()
+            if device == "cuda":
+                for layer in cache.layers:
+                    layer.kept = None  # indices, for reports; not keys and values
+                held, blocks = cache.nbytes(), sum(len(layer.tensors()) + 1 for layer in cache.layers)  # + its record
+                assert 0 <= torch.cuda.memory_allocated() - before - held <= 512 * blocks
+            seen = torch.cat([batch["attention_mask"], torch.ones(4, 1, dtype=torch.long, device=device)], 1)
+            step = {"attention_mask": seen, "position_ids": (seen.cumsum(1) - 1)[:, -1:]}
+            answers.append(model(torch.full((4, 1), 7, device=device), **step, **{name: cache}).logits.cpu())
+    torch.testing.assert_close(*answers, rtol=1e-3, atol=1e-3)

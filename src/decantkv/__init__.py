@@ -5,8 +5,29 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from decantkv.allocation import Ada, AdaKvpress, Pyramid
 from decantkv.api import score
-from decantkv.methods import DropKV, KNorm, Method, Random, Recent, Sliding, SnapKV, Streaming
+from decantkv.methods import (
+    CAOTE,
+    H2O,
+    TOVA,
+    AdaDropKV,
+    AdaKV,
+    AnDPro,
+    AnDProChunks,
+    CriticalKV,
+    DefensiveKV,
+    DropKV,
+    ExpectedAttention,
+    KNorm,
+    Method,
+    PyramidKV,
+    Random,
+    Recent,
+    Sliding,
+    SnapKV,
+    Streaming,
+)
 from decantkv.selection import Kept, select
 
 if TYPE_CHECKING:
@@ -16,11 +37,25 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "CAOTE",
+    "H2O",
+    "TOVA",
+    "Ada",
+    "AdaDropKV",
+    "AdaKV",
+    "AdaKvpress",
+    "AnDPro",
+    "AnDProChunks",
+    "CriticalKV",
+    "DefensiveKV",
     "DropKV",
     "EvictingCache",
+    "ExpectedAttention",
     "KNorm",
     "Kept",
     "Method",
+    "Pyramid",
+    "PyramidKV",
     "Random",
     "Recent",
     "Run",

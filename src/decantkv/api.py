@@ -8,7 +8,7 @@ from torch import Tensor
 
 from decantkv.methods import Method, resolve
 from decantkv.options import Impl, expect_choice
-from decantkv.scoring.window import make_window
+from decantkv.scoring.window import Rotate, make_window
 
 
 def score(
@@ -24,6 +24,9 @@ def score(
     mask: Tensor | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
+    queries: Tensor | None = None,
+    output_projection: Tensor | None = None,
+    rotate: Rotate | None = None,
     impl: Impl = "auto",
     **options: Any,
 ) -> Tensor:
@@ -41,6 +44,9 @@ def score(
         mask: [B or 1, 1, w, N] bool, True where a window row sees a key; None for causal with the pads hidden.
         out: [B, HQ, w, Dv] the attention's own output of the window's rows; with `lse`, lets kernels skip a pass.
         lse: [B, HQ, w] float32 natural log of the rows' softmax denominators.
+        queries: [B, HQ, N, D] every query of the prompt, for the methods whose `needs` name them.
+        output_projection: [HQ, Dv, E] each query head's slice of W_O, for methods that need it.
+        rotate: turns RoPE vectors [B, H, T, D] by [T] or [B, T] positions, for methods that need it.
         impl: "auto", "reference", "torch" or "triton".
 
     Returns:
@@ -62,5 +68,8 @@ def score(
         mask=mask,
         out=out,
         lse=lse,
+        queries=queries,
+        output_projection=output_projection,
+        rotate=rotate,
     )
     return chosen.score(win, impl=impl)

@@ -286,3 +286,15 @@ def test_where_every_value_is_the_output_losing_a_token_costs_nothing_yet_andpro
     assert float(cost.max()) < 1e-9
     norm = win.v[0, :, 0].norm(dim=-1).float()
     torch.testing.assert_close(prize[0].sum(-1), norm * 5, rtol=1e-5, atol=1e-6)  # Σ_j p = 1 a row, 5 rows
+
+
+def test_engines_pass_what_a_method_needs_as_tensors():
+    import decantkv
+
+    win = example(Shape(), dtype=torch.float32)
+    got = decantkv.score(win.q, win.k, win.v, method="criticalkv", output_projection=win.output_projection)
+    torch.testing.assert_close(got, CriticalKV().score(win))
+    got = decantkv.score(win.q, win.k, win.v, method="h2o", queries=win.queries)
+    torch.testing.assert_close(got, H2O().score(win))
+    with pytest.raises(ValueError, match="output_projection: expected a tensor"):
+        decantkv.score(win.q, win.k, win.v, method="criticalkv", output_projection=win.output_projection[:2])
