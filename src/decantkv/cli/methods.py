@@ -2,40 +2,39 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from decantkv.cli import app
 
+# the columns a terminal has room for; --json prints all of them
+_SHOWN = ("name", "kind", "score", "keeps", "pooling", "allocation", "cost", "needs", "source")
+
 
 @app.command()
 def methods(as_json: Annotated[bool, typer.Option("--json", help="Print JSON rows.")] = False) -> None:
-    """List the methods: what they score, what they keep, their authors' settings."""
-    from decantkv.methods import METHODS
+    """List the methods: what they score, what they keep, their authors' settings, and what they need to see."""
+    from decantkv.methods.table import table
 
-    rows = [
-        {
-            "name": cls.name,
-            "kind": cls.kind,
-            "score": cls.formula,
-            "window": cls().window,
-            "pool": cls().pool if cls().pool == "none" else f"{cls().pool} {cls().kernel_size}",
-            "sinks": cls().sinks,
-            "presets": ", ".join(cls.presets),
-            "source": cls.source,
-        }
-        for cls in METHODS.values()
-    ]
+    rows = [dataclasses.asdict(row) for row in table()]
     if as_json:
         print(json.dumps(rows))
         return
-    table = Table(title="decantkv methods", caption="window: last tokens that score the rest and always stay")
-    for column in rows[0]:
-        table.add_column(column)
+    shown = Table(
+        title="decantkv methods",
+        caption="cost: multiply-adds a cached token and KV head; g query heads share it, w window rows, d head width, "
+        "E hidden width, N prompt. needs: beyond the window's queries, keys and values. --json adds defaults, presets.",
+    )
+    for column in _SHOWN:
+        shown.add_column(column, overflow="fold")
     for row in rows:
-        table.add_row(*(str(value) for value in row.values()))
-    Console().print(table)
+        shown.add_row(
+            *(escape(row[column]) for column in _SHOWN)  # formulas have brackets
+        )
+    Console().print(shown)
