@@ -24,15 +24,18 @@ TARGETS = {
     "sm120": (GPUTarget("cuda", 120, 32), Device("cuda", 170, 101376)),
     "gfx942": (GPUTarget("hip", "gfx942", 64), Device("hip", 304, 65536)),
 }
-WORDS = {"p_part": "*fp32", "p_rows": "*fp32", "p_lse": "*fp32", "p_score": "*fp32", "p_cost": "*fp32", "p_sink": "*fp32",
-         "p_start": "*i64", "p_index": "*i64", "p_need": "*i64", "p_order": "*i32", "p_bins": "*i32", "p_count": "*i32",
-         "p_forced": "*i1"}  # fmt: skip
+WORDS = {
+    **dict.fromkeys(("p_part", "p_rows", "p_lse", "p_score", "p_cost", "p_sink"), "*fp32"),
+    **dict.fromkeys(("p_start", "p_index", "p_need"), "*i64"),
+    **dict.fromkeys(("p_order", "p_bins", "p_count"), "*i32"),
+    "p_forced": "*i1",
+}
 # Hopper's one-pass kernel on the default shape trades this much stack (bytes a thread) for 10 % of its time
 ALLOWED_STACK = {("sm90", "one pass", "bf16", 128): 96, ("sm90", "one pass", "bf16", 96): 96}
 DEFAULT = {"rows": 32, "g": 4, "dim": 128, "dtype": "bf16"}
 FULL = (
-    {}, {"rows": 64, "g": 1}, {"rows": 128}, {"dim": 256}, {"dtype": "fp16"}, {"dtype": "fp32"}, {"dim": 96, "pads": True},
-    {"dim": 64}, {"rows": 16, "g": 1}, {"quantity": 1},
+    {}, {"rows": 64, "g": 1}, {"rows": 128}, {"dim": 256}, {"dtype": "fp16"}, {"dtype": "fp32"},
+    {"dim": 96, "pads": True}, {"dim": 64}, {"rows": 16, "g": 1}, {"quantity": 1},
 )  # fmt: skip
 
 
@@ -102,8 +105,9 @@ def others(name):
     add = {"G": 4, "ROWS": 32, "BM": 32, "MAX": False}
     yield "add dominant", compiled(score.add_dominant_kernel, target, "bf16", add, warps=1)
     pooling = {"POOL": 1, "KERNEL": 11, "FORCED": False, "p_forced": None, "PADDED": True}
-    yield "select row", compiled(
-        select.select_row_kernel, target, "fp32", {**pooling, "PER_ROW": True, "BN": 8192}, warps=16
+    yield (
+        "select row",
+        compiled(select.select_row_kernel, target, "fp32", {**pooling, "PER_ROW": True, "BN": 4096}, warps=16),
     )
     chunk = {"BN": 4096}
     yield "order", compiled(select.order_kernel, target, "fp32", {**pooling, **chunk}, warps=8)

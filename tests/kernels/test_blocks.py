@@ -17,7 +17,10 @@ DEVICES = [
 
 
 @given(
-    n=st.integers(1, 2**20), groups=st.integers(1, 600), block=st.sampled_from([16, 32, 64, 128]), device=st.sampled_from(DEVICES)
+    n=st.integers(1, 2**20),
+    groups=st.integers(1, 600),
+    block=st.sampled_from([16, 32, 64, 128]),
+    device=st.sampled_from(DEVICES),
 )
 def test_splits_cover_every_key_once(n, groups, block, device):
     keys, splits = split_keys(n, groups, block, device)

@@ -19,8 +19,8 @@ CASES = int(os.environ.get("DECANTKV_FUZZ", "512")) // CHUNKS
 KINDS = [
     {"g": 4, "w": 8, "D": 128}, {"g": 7, "w": 8, "D": 128}, {"g": 1, "w": 8, "D": 128}, {"g": 4, "w": 1, "D": 64},
     {"g": 8, "w": 8, "D": 64}, {"g": 4, "w": 32, "D": 128}, {"g": 2, "w": 64, "D": 80}, {"g": 4, "w": 8, "D": 96},
-    {"g": 4, "w": 8, "D": 256}, {"g": 3, "w": 5, "D": 128, "Dv": 64}, {"g": 4, "w": 8, "D": 128, "dtype": torch.float16},
-    {"g": 4, "w": 8, "D": 128, "dtype": torch.float32},
+    {"g": 4, "w": 8, "D": 256}, {"g": 3, "w": 5, "D": 128, "Dv": 64},
+    {"g": 4, "w": 8, "D": 128, "dtype": torch.float16}, {"g": 4, "w": 8, "D": 128, "dtype": torch.float32},
 ]  # fmt: skip
 
 
@@ -54,9 +54,7 @@ def test_random_shapes_meet_the_contract(chunk, fuzz_seed, record_property):
         win = window(seed, device="cuda", hints=hints, **shape)
         start = None if win.lengths is None else win.kv_len - win.lengths
         with poisoned():
-            scores = kernels.window_scores(
-                win.q, win.k, win.v, scale=win.scale, start=start, out=win.out, lse=win.lse
-            )
+            scores = kernels.window_scores(win.q, win.k, win.v, scale=win.scale, start=start, out=win.out, lse=win.lse)
         again = kernels.window_scores(win.q, win.k, win.v, scale=win.scale, start=start, out=win.out, lse=win.lse)
         about = f"seed {fuzz_seed} chunk {chunk} case {case}: {shape} hints={hints} inner seed {seed}"
         assert torch.equal(scores, again), f"repeats differ, {about}"
@@ -71,7 +69,11 @@ def test_random_shapes_meet_the_contract(chunk, fuzz_seed, record_property):
         tail = min(win.window, least)
         with poisoned():
             kept = kernels.select_topk(
-                scores, max(counts), start=start, window=tail, **pooled,
+                scores,
+                max(counts),
+                start=start,
+                window=tail,
+                **pooled,
                 counts=torch.tensor(counts, device="cuda")[:, None].expand(-1, win.num_kv_heads).contiguous(),
             )
             k_kept, v_kept = kernels.gather_kv(win.k, win.v, kept)

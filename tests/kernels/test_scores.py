@@ -87,7 +87,9 @@ def test_rows_beyond_one_tile(hints):
 
 
 @pytest.mark.parametrize("hints", [False, True], ids=["two passes", "one pass"])
-@pytest.mark.parametrize(("quantity", "reduce"), [("perturbation", "max"), ("attention_mass", "sum"), ("attention_mass", "max")])
+@pytest.mark.parametrize(
+    ("quantity", "reduce"), [("perturbation", "max"), ("attention_mass", "sum"), ("attention_mass", "max")]
+)
 def test_other_quantities(quantity, reduce, hints):
     win = window(7, N=150, D=32, sink=9, hints=hints)
     assert_contract(run(win, quantity, reduce), win, quantity, reduce)

@@ -59,7 +59,8 @@ def test_selects_what_torch_selects(N, pool, kernel_size, scope, lengths, kind, 
             forced[b, N - n + start : N - n + stop] = True
     indices = launch_select(
         scores, max(keep), counts=torch.tensor(keep)[:, None].repeat(1, 2), pool=pool, kernel_size=kernel_size,
-        start=torch.tensor([N - n for n in rows]) if lengths else None, pool_stop=N - window if scope == "prefix" else None,
+        start=torch.tensor([N - n for n in rows]) if lengths else None,
+        pool_stop=N - window if scope == "prefix" else None,
         sinks=sinks, window=window, forced=forced if spans else None, chunk=256, row_limit=row_limit,
     )  # fmt: skip
     assert torch.equal(indices, expected.indices)

@@ -76,5 +76,7 @@ def assert_contract(scores, win, quantity="perturbation", reduce="sum"):
     error = (scores.double() - expected).abs()
     bound = 0.01 * expected if quantity == "attention_mass" else allowed(win, expected, reduce)
     wrong = (error > bound) & (expected > 2 * FLOOR)
-    assert not wrong.any(), f"{int(wrong.sum())} keys, worst {float((error / bound.clamp_min(1e-300))[wrong].max()):.3g}"
+    assert not wrong.any(), (
+        f"{int(wrong.sum())} keys, worst {float((error / bound.clamp_min(1e-300))[wrong].max()):.3g}"
+    )
     assert (scores[expected < FLOOR / 2] <= FLOOR).all()

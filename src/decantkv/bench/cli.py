@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast, get_args
 
 import torch
 import typer
@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from decantkv.bench.rows import Row, read, write
+from decantkv.options import Impl, expect_choice
 
 app = typer.Typer(help="Measure the evict step on this GPU.", no_args_is_help=True)
 
@@ -38,17 +39,19 @@ def score(
     try:
         for geometry in (LLAMA_8B, *(VARIANTS if variants else ())):
             everyone = rivals and geometry is LLAMA_8B
-            rows += measure(geometry, parsed(lengths), seed=seed, all_contenders=everyone)
+            for row in measure(geometry, parsed(lengths), seed=seed, all_contenders=everyone):
+                rows.append(row)
+                keep(rows, out)
     except RedGateError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from error
-    show(rows, as_json, out)
+    show(rows, as_json)
 
 
 @app.command()
 def prefill(
     lengths: Lengths = "4096,32768,131072",
-    geometries: Annotated[str, typer.Option(help="Of llama-3.1-8b, qwen2.5-7b, mistral-7b, comma-separated.")] = "llama-3.1-8b",
+    geometries: Annotated[str, typer.Option(help="Of llama-3.1-8b, qwen2.5-7b, mistral-7b.")] = "llama-3.1-8b",
     impls: Annotated[str, typer.Option(help="Implementations, comma-separated.")] = "triton",
     budget: float = 0.05,
     as_json: Json = False,
@@ -62,11 +65,15 @@ def prefill(
     rows: list[Row] = []
     try:
         for name in geometries.split(","):
-            rows += measure(name.strip(), parsed(lengths), impls=tuple(impls.split(",")), budget=budget)
+            for row in measure(
+                name.strip(), parsed(lengths), impls=tuple(map(chosen, impls.split(","))), budget=budget
+            ):
+                rows.append(row)
+                keep(rows, out)
     except RedGateError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from error
-    show(rows, as_json, out)
+    show(rows, as_json)
 
 
 @app.command()
@@ -87,7 +94,7 @@ def decode(
     except RedGateError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from error
-    show(rows, as_json, out)
+    show(rows, as_json)
 
 
 @app.command()
@@ -123,10 +130,20 @@ def need_gpu() -> None:
         raise ValueError("bench: expected a CUDA device, got none")
 
 
-def show(rows: list[Row], as_json: bool, out: Path | None) -> None:
-    """Print rows and, where asked, keep them."""
+def chosen(impl: str) -> Impl:
+    """An implementation's name, checked."""
+    expect_choice("impls", impl, get_args(Impl))
+    return cast(Impl, impl)
+
+
+def keep(rows: list[Row], out: Path | None) -> None:
+    """Write the rows so far: a run that is cut short loses only its last one."""
     if out is not None:
         write(out, rows)
+
+
+def show(rows: list[Row], as_json: bool) -> None:
+    """Print rows."""
     if as_json:
         for row in rows:
             typer.echo(json.dumps(row, sort_keys=True))

@@ -31,7 +31,8 @@ def expanded(win: AttentionWindow) -> Tensor:
     v = win.v.float()
     distance = a.square().sum(-1, keepdim=True) + v.square().sum(-1)[:, :, None] - 2 * (a @ v.mT)
     odds = p / (1 - p + 1e-6)
-    return (odds.square() * distance.clamp_min(0)).sum(2) / win.group_size
+    scores: Tensor = (odds.square() * distance.clamp_min(0)).sum(2) / win.group_size
+    return scores
 
 
 def kvpress_snapkv(win: AttentionWindow) -> Call | str:
@@ -52,7 +53,8 @@ def kvpress_snapkv(win: AttentionWindow) -> Call | str:
     try:
         press: Any = importlib.import_module("kvpress.presses.snapkv_press").SnapKVPress
     except (ImportError, AttributeError) as error:
-        return f"kvpress does not import beside transformers {importlib.import_module('transformers').__version__}: {error}"
+        version = importlib.import_module("transformers").__version__
+        return f"kvpress does not import beside transformers {version}: {error}"
     heads, width, dim = win.q.shape[1], win.q.shape[1] * win.q.shape[3], win.q.shape[3]
     module = types.SimpleNamespace(
         config=types.SimpleNamespace(num_attention_heads=heads, num_key_value_heads=win.num_kv_heads),

@@ -52,7 +52,9 @@ def worst_error(scores: Tensor, win: AttentionWindow, *, reduce: str = "sum") ->
             allowed = 0.01 * expected + 1e-5 * reference.reduce_rows(rows.odds.square() * size, reduce)
             error = (scores[b, h].double() - expected[0, 0]).abs()
             floor = torch.finfo(torch.float32).tiny
-            ratio = torch.where(expected[0, 0] > 2 * floor, error / allowed[0, 0].clamp_min(1e-300), error / (4 * floor))
+            ratio = torch.where(
+                expected[0, 0] > 2 * floor, error / allowed[0, 0].clamp_min(1e-300), error / (4 * floor)
+            )
             worst = max(worst, float(ratio.max()))
     return worst
 

@@ -1,5 +1,8 @@
 """An experiment, kept for its number: kernel A, merge and B as one cooperative launch with barriers over the grid."""
 
+# ruff: noqa: ANN001, ANN201 - a kernel's arguments are pointers, strides and constants
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
 from __future__ import annotations
 
 import dataclasses
@@ -9,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from decantkv.kernels import launch
+from decantkv.kernels import blocks, launch
 from decantkv.kernels.attend import attend_split, merge_row
 from decantkv.kernels.score import score_split
 from decantkv.scoring.window import AttentionWindow
@@ -70,8 +73,8 @@ def persistent_scores(win: AttentionWindow) -> Tensor:
     persistent_kernel[(splits * p.groups, 1, 1)](
         q, k, v, part, rows, scores, barrier, *p.scalars, *p.strides, k.shape[1], p.groups,
         G=win.group_size, W=win.window, D=k.shape[3], DV=v.shape[3], ROWS=p.rows, BN=p.plan.score.keys,
-        BD=launch.padded_dim(k.shape[3]), BDV=launch.padded_dim(v.shape[3]), BS=launch.power_of_two(splits),
-        CHUNK=min(launch.MERGE_CHUNK, launch.power_of_two(splits)),
+        BD=blocks.padded_dim(k.shape[3]), BDV=blocks.padded_dim(v.shape[3]), BS=blocks.power_of_two(splits),
+        CHUNK=min(launch.MERGE_CHUNK, blocks.power_of_two(splits)),
         num_warps=p.plan.score.warps, num_stages=p.plan.score.stages, launch_cooperative_grid=True,
     )  # fmt: skip
     return scores

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -25,6 +24,7 @@ from decantkv.bench.rows import Row, circumstances
 from decantkv.bench.score import Geometry, inputs
 from decantkv.bench.timing import quantiles
 from decantkv.integration import attach
+from decantkv.options import Impl
 
 MODELS: dict[str, tuple[Callable[[Any], PreTrainedModel], Callable[[], Any]]] = {
     "llama-3.1-8b": (
@@ -51,7 +51,7 @@ MODELS: dict[str, tuple[Callable[[Any], PreTrainedModel], Callable[[], Any]]] = 
 }  # fmt: skip
 
 
-def measure(name: str, lengths: Sequence[int], *, impls: Sequence[str], budget: float) -> Iterator[Row]:
+def measure(name: str, lengths: Sequence[int], *, impls: Sequence[Impl], budget: float) -> Iterator[Row]:
     """Rows per length: without eviction, then with it by each implementation.
 
     Raises:
@@ -125,9 +125,3 @@ def first_token(model: PreTrainedModel, ids: torch.Tensor, *, repeats: int) -> t
             peak = max(peak, torch.cuda.max_memory_allocated() - held)
         del out
     return times, peak
-
-
-def ratio(rows: Sequence[Row], length: int, contender: str) -> float:
-    """Median time of a contender over the median without eviction."""
-    by_name = {row["contender"]: row["wall_us_all"] for row in rows if row["kv_len"] == length}
-    return statistics.median(by_name[contender]) / statistics.median(by_name["no eviction"])

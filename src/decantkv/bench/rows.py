@@ -19,7 +19,7 @@ Row = dict[str, Any]
 
 def circumstances() -> Row:
     """Device, versions, commit, command, date."""
-    versions = {}
+    versions: dict[str, str | None] = {}
     for package in ("torch", "triton", "transformers"):
         try:
             versions[package] = importlib.metadata.version(package)

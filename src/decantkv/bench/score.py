@@ -102,7 +102,8 @@ def measure(
             if not all_contenders and not name.startswith("triton"):
                 continue
             if isinstance(call, str) or (name == "torch dense reference" and dense_bytes(win) > DENSE_LIMIT):
-                yield {**base, "step": "score", "contender": name, "left_out": call if isinstance(call, str) else "memory"}
+                why = call if isinstance(call, str) else "memory"
+                yield {**base, "step": "score", "contender": name, "left_out": why}
                 continue
             slow = not capturable
             passes = 2 if name == "triton" else 1

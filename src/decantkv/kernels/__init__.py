@@ -47,7 +47,8 @@ def window_scores(
         [B, H, N] float32; 0 at pads and where the true value is below float32's smallest normal number.
     """
     if torch.compiler.is_compiling():
-        return ops.window_scores(q, k, v, scale, start, softcap, sink_logits, out, lse, quantity, reduce)
+        scores: Tensor = ops.window_scores(q, k, v, scale, start, softcap, sink_logits, out, lse, quantity, reduce)
+        return scores
     return launch_scores(
         q, k, v, scale, start=start, softcap=softcap, sink_logits=sink_logits, out=out, lse=lse,
         quantity=quantity, reduce=reduce,
@@ -98,9 +99,10 @@ def select_topk(
     if forced is not None and (forced.shape != scores.shape[::2] or forced.dtype != torch.bool):
         raise ValueError(f"forced: expected bool {list(scores.shape[::2])}, got {forced.dtype} {list(forced.shape)}")
     if torch.compiler.is_compiling():
-        return ops.select_topk(
+        index: Tensor = ops.select_topk(
             scores, n_keep, counts, start, pool, kernel_size, pool_stop, sinks, window, forced
         )
+        return index
     return launch_select(
         scores, n_keep, counts=counts, start=start, pool=pool, kernel_size=kernel_size, pool_stop=pool_stop,
         sinks=sinks, window=window, forced=forced,

@@ -60,7 +60,7 @@ def attend_split(
     bar = tl.full([BM], float("-inf"), tl.float32)  # log2 of the running total when last looked at
     s_top = tl.full([BM], float("-inf"), tl.float32)
     top = tl.full([BM], -1, tl.int32)
-    l = tl.zeros([BN, BM], tl.float32)
+    weight = tl.zeros([BN, BM], tl.float32)
     acc = tl.zeros([BDV, BM], tl.float32)
     for t in range(0, tl.cdiv(tl.maximum(hi - lo, 0), BN)):
         n0 = lo + t * BN
@@ -76,7 +76,7 @@ def attend_split(
             s_max = tl.max(s, 0)
             m_new = tl.maximum(m, s_max)
             ref = finite(m_new)
-            total = tl.sum(l * tl.exp2(m - ref)[None, :] + tl.exp2(s - ref[None, :]), 0) + tl.exp2(s_top - ref)
+            total = tl.sum(weight * tl.exp2(m - ref)[None, :] + tl.exp2(s - ref[None, :]), 0) + tl.exp2(s_top - ref)
             if VALUES:
                 dominant = (s_max > s_top) & (tl.exp2(s_max - ref) > _DOMINANT * total)
                 if tl.max(dominant.to(tl.int32), 0) > 0:
@@ -91,20 +91,20 @@ def attend_split(
                     b_back = tl.load(p_back[None, :] + dv[:, None], mask=back[None, :] & (dv < DV)[:, None], other=0.0)
                     decay = tl.exp2(m - ref)
                     acc = acc * decay[None, :] + e_back[None, :] * b_back.to(tl.float32)
-                    l = l * decay[None, :] + tl.where(j == 0, 1.0, 0.0)[:, None] * e_back[None, :]
+                    weight = weight * decay[None, :] + tl.where(j == 0, 1.0, 0.0)[:, None] * e_back[None, :]
                     m = m_new
                     s_top = tl.where(dominant, s_max, s_top)
                     top = tl.where(dominant, found, top)
-                    total = tl.sum(l + tl.exp2(s - ref[None, :]), 0) + tl.exp2(s_top - ref)
+                    total = tl.sum(weight + tl.exp2(s - ref[None, :]), 0) + tl.exp2(s_top - ref)
             decay = tl.exp2(m - ref)
             if VALUES:
                 acc = acc * decay[None, :]
-            l = l * decay[None, :]
+            weight = weight * decay[None, :]
             m = m_new
             known = (m > float("-inf")) & (total > 0)
             bar = tl.where(known, m + tl.minimum(tl.log2(tl.where(known, total, 1.0)), _HEADROOM), float("-inf"))
         e = tl.exp2(s - finite(m)[None, :])
-        l += e
+        weight += e
         if VALUES:
             if PARTS == 2:
                 # bf16 weights as two parts: 16 bits of weight at the price of one more dot
@@ -120,7 +120,7 @@ def attend_split(
         tl.store(p_part + r[None, :] * BDV + dv[:, None], acc)
         p_part += ROWS * BDV
     tl.store(p_part + r, m)
-    tl.store(p_part + ROWS + r, tl.sum(l, 0))
+    tl.store(p_part + ROWS + r, tl.sum(weight, 0))
     tl.store(p_part + 2 * ROWS + r, s_top)
     tl.store(p_part + 3 * ROWS + r, top.to(tl.float32, bitcast=True))
 
@@ -173,7 +173,8 @@ def merge_row(
     m = tl.max(ms, 0)
     if SINK:
         # a learned logit is one more key, with value 0
-        sink2 = tl.load(p_sink + i_h * G + i_row // W, mask=i_row < G * W, other=0.0).to(tl.float32) * 1.4426950408889634
+        sink2 = tl.load(p_sink + i_h * G + i_row // W, mask=i_row < G * W, other=0.0).to(tl.float32)
+        sink2 = sink2 * 1.4426950408889634
         m = tl.maximum(m, sink2)
     if VALUES:
         tops = tl.load(p_state + i_s * PART + 2 * ROWS, mask=m_s, other=float("-inf"))
@@ -183,11 +184,11 @@ def merge_row(
         top = tl.max(tl.where(i_s == winner, bits, -1), 0)
         joins = tl.where(i_s == winner, float("-inf"), tops)  # the other splits' dominant keys join the sums
         m = tl.maximum(m, tl.max(joins, 0))
-    l = tl.sum(ls * tl.exp2(ms - finite(m)), 0)
+    weight = tl.sum(ls * tl.exp2(ms - finite(m)), 0)
     if SINK:
-        l += tl.exp2(sink2 - finite(m))
+        weight += tl.exp2(sink2 - finite(m))
     if VALUES:
-        l += tl.sum(tl.exp2(joins - finite(m)), 0)
+        weight += tl.sum(tl.exp2(joins - finite(m)), 0)
         m_dv = dv < DV
         p_v += i_b * svb + i_h.to(tl.int64) * svh
         p_top = p_v + tl.maximum(top, 0).to(tl.int64) * svn
@@ -209,13 +210,14 @@ def merge_row(
                 s_j = tl.load(p_c + ROWS * WIDTH + 2 * ROWS + i_row, mask=m_c & (c != winner), other=float("-inf"))
                 i_j = tl.load(p_c + ROWS * WIDTH + 3 * ROWS + i_row, mask=m_c, other=0.0).to(tl.int32, bitcast=True)
                 p_j = p_v + tl.where(s_j > float("-inf"), i_j, 0).to(tl.int64) * svn
-                b_v = tl.load(p_j[:, None] + dv[None, :], mask=(s_j > float("-inf"))[:, None] & m_dv[None, :], other=0.0)
+                m_j = (s_j > float("-inf"))[:, None] & m_dv[None, :]
+                b_v = tl.load(p_j[:, None] + dv[None, :], mask=m_j, other=0.0)
                 acc += tl.sum(b_part * tl.exp2(m_part - finite(m))[:, None], 0)
                 acc += tl.sum(b_v.to(tl.float32) * tl.exp2(s_j - finite(m))[:, None], 0)
-        rest = acc / tl.where(l > 0, l, 1.0)
+        rest = acc / tl.where(weight > 0, weight, 1.0)
         m_all = tl.maximum(m, s_top)
         e_top = tl.exp2(s_top - finite(m_all))
-        e_rest = l * tl.exp2(m - finite(m_all))
+        e_rest = weight * tl.exp2(m - finite(m_all))
         z = e_top + e_rest
         z_safe = tl.where(z > 0, z, 1.0)
         apart = rest - v_top
@@ -224,9 +226,9 @@ def merge_row(
         tl.store(p_rows + ROWS * WIDTH + ROWS + i_row, top.to(tl.float32, bitcast=True))
         tl.store(p_rows + ROWS * WIDTH + 2 * ROWS + i_row, cost)
         m = m_all
-        l = z
+        weight = z
     # a row that sees no key has weights 0 everywhere
-    lse2 = tl.where(l > 0, finite(m) + tl.log2(tl.where(l > 0, l, 1.0)), float("inf"))
+    lse2 = tl.where(weight > 0, finite(m) + tl.log2(tl.where(weight > 0, weight, 1.0)), float("inf"))
     tl.store(p_rows + ROWS * WIDTH + i_row, lse2)
 
 

@@ -92,7 +92,7 @@ def score_blocks(
     tile = row_tile(dim, v_dim, itemsize, device)
     block = min(padded_rows(rows, tile), tile)
     bd, bdv = padded_dim(dim), padded_dim(v_dim)
-    narrow = itemsize == 4 or max(bd, bdv) > 128 or rows > tile 
+    narrow = itemsize == 4 or max(bd, bdv) > 128 or rows > tile
     narrow = narrow or (one_pass and (block > 32 or not bf16 or not device.warpgroups))
     row_bytes = (bd + 2 * bdv) * itemsize * (2 if rows > tile else 1)
     warps = 4 if block <= 32 and not narrow else 8

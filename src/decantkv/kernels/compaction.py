@@ -24,7 +24,8 @@ from decantkv.kernels.select import (
 )
 
 POOLS = {"none": NO_POOL, "max": MAX_POOL, "avg": AVG_POOL}
-ROW_LIMIT = 8192  # keys one program holds in registers
+ROW_LIMIT = 4096  # keys one program holds in registers
+
 
 def chunk_of(n_keys: int) -> int:
     """Keys of a long row per program: enough programs to fill a device, few enough to sum over."""

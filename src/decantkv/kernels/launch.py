@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from decantkv.kernels.score import MASS, PERTURBATION, add_dominant_kernel, domi
 QUANTITIES = {"perturbation": PERTURBATION, "attention_mass": MASS}
 MERGE_CHUNK = 64  # splits a step of the merge reads at once
 MAX_DIM = 256
+
 
 class Plan(NamedTuple):
     """What a launch is cut by; tests and the benchmark replace it."""
@@ -185,7 +186,10 @@ def _prepare(
         strides=(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]),
         attend=Launch(
             attend_kernel,
-            {**shape, **blocks, "BM": chosen.attend.rows, "BN": chosen.attend.keys, **tiles, "VALUES": values, **numbers},
+            {
+                **shape, **blocks, "BM": chosen.attend.rows, "BN": chosen.attend.keys, **tiles,
+                "VALUES": values, **numbers,
+            },
             warps=chosen.attend.warps, stages=chosen.attend.stages,
         ),
         merge=Launch(merge_kernel, {**merging, "VALUES": values}, warps=4),
@@ -226,8 +230,11 @@ def _run(
     at: tuple[Any, ...]
     if p.score.ready and (p.one_pass or p.merge.ready) and (not p.one_pass or not p.values or p.add_dominant.ready):
         base = scratch.data_ptr()
-        at = (q.data_ptr(), k.data_ptr(), v.data_ptr(), address(start), address(sink_logits), address(out), address(lse),
-              scores.data_ptr(), base, base + 4 * p.part_words)  # fmt: skip
+        at = (
+            *map(address, (q, k, v, start, sink_logits, out, lse, scores)),
+            base,
+            base + 4 * p.part_words,
+        )
     else:
         at = (q, k, v, start, sink_logits, out, lse, scores, scratch, scratch[p.part_words :])
     p_q, p_k, p_v, p_start, p_sink, p_out, p_lse, p_scores, p_part, p_rows = at

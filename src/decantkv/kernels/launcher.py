@@ -59,7 +59,7 @@ def current_stream(device: torch.device) -> int:
     """The raw stream launches go to; 0 under the interpreter."""
     if INTERPRETED:
         return 0
-    return int(torch._C._cuda_getCurrentRawStream(device.index))  # type: ignore[attr-defined]
+    return int(torch._C._cuda_getCurrentRawStream(device.index))
 
 
 def aligned(*tensors: torch.Tensor | None) -> tuple[bool | None, ...]:

@@ -157,10 +157,7 @@ def score_split(
             else:
                 cost = perturbations(p, b_v, a_hi, a_lo, a_norm, A_PARTS, PRECISION)
                 cost = tl.where(n[:, None] == top[None, :], top_cost[None, :], cost)
-            if MAX:
-                total = tl.max(cost, 1)
-            else:
-                total = tl.sum(cost, 1)
+            total = tl.max(cost, 1) if MAX else tl.sum(cost, 1)
         else:
             total = tl.zeros([BN], tl.float32)
             for i_tile in range(0, ROWS // BM):

@@ -25,10 +25,7 @@ def pooled_order(n, i_row, i_b, p_score, p_forced, start, n_keys, pool_stop, hea
     p_score += i_row.to(tl.int64) * n_keys
     x = tl.load(p_score + n, mask=(n >= start) & (n < n_keys), other=0.0)
     if POOL != 0:
-        if POOL == _MAX_POOL:
-            pooled = tl.full(x.shape, float("-inf"), tl.float32)
-        else:
-            pooled = tl.zeros(x.shape, tl.float32)
+        pooled = tl.full(x.shape, float("-inf") if POOL == _MAX_POOL else 0.0, tl.float32)
         for o in tl.static_range(KERNEL):
             i = n + (o - KERNEL // 2)
             inside = (i >= start) & (i < pool_stop)
@@ -81,9 +78,7 @@ def select_row_kernel(
         start = tl.load(p_start + i_b).to(tl.int32)
     need = row_need(i_row, p_need, need, start, n_keys, PER_ROW)
     n = tl.arange(0, BN)
-    order = pooled_order(
-        n, i_row, i_b, p_score, p_forced, start, n_keys, pool_stop, head, tail, POOL, KERNEL, FORCED
-    )
+    order = pooled_order(n, i_row, i_b, p_score, p_forced, start, n_keys, pool_stop, head, tail, POOL, KERNEL, FORCED)
     bins = tl.arange(0, 256)
     missing = need
     threshold = tl.zeros([1], tl.uint32)
@@ -115,9 +110,7 @@ def order_kernel(
     if PADDED:
         start = tl.load(p_start + i_b).to(tl.int32)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
-    order = pooled_order(
-        n, i_row, i_b, p_score, p_forced, start, n_keys, pool_stop, head, tail, POOL, KERNEL, FORCED
-    )
+    order = pooled_order(n, i_row, i_b, p_score, p_forced, start, n_keys, pool_stop, head, tail, POOL, KERNEL, FORCED)
     real = (n >= start) & (n < n_keys)
     tl.store(p_order + i_row.to(tl.int64) * n_keys + n, order.to(tl.int32, bitcast=True), mask=n < n_keys)
     count_digits((order >> 24).to(tl.int32), real, p_bins + i_row.to(tl.int64) * (4 * _BINS))
