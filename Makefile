@@ -5,10 +5,13 @@ BIN := $(VENV)/bin
 KVPRESS := .venvs/kvpress
 CACHE := .cache
 MODEL := $(CACHE)/SmolLM2-135M-Instruct.Q4_1.gguf
+OLDER := 4.56.2 5.2.0 5.12.1 5.17.0
+MATRIX_TESTS := tests/test_attach.py tests/test_bounded.py tests/test_cache.py tests/test_families.py \
+  tests/test_generation.py tests/test_imports.py tests/test_ragged_layers.py tests/methods/test_models.py
 MODEL_SHA256 := b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
 PYTEST := DECANTKV_CACHE=$(CACHE) DECANTKV_TEST_MODEL=$(MODEL) $(BIN)/python -m pytest
 
-.PHONY: demo test lint test-gpu test-kvpress model clean
+.PHONY: demo test lint test-gpu test-oldest test-matrix test-kvpress model clean
 
 demo: $(VENV)/.demo $(MODEL)  ## ask for a planted fact with 100 % and with 10 % of the cache
 	DECANTKV_CACHE=$(CACHE) $(BIN)/python demo/demo.py $(MODEL)
@@ -24,6 +27,17 @@ lint: $(VENV)/.dev
 
 test-gpu:  ## on a machine with a GPU whose python3 already has torch, triton and transformers
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu
+
+# everything that meets transformers' own code, on one other version of it
+test-oldest: .venvs/4.56.2/.ready
+	PYTHONPATH=src .venvs/4.56.2/bin/python -m pytest -n 2 $(MATRIX_TESTS)
+
+test-matrix: $(VENV)/.dev $(OLDER:%=.venvs/%/.ready)  ## the same on every version that is promised, a line for each
+	@status=0; for version in $(OLDER) newest; do \
+	  python=.venvs/$$version/bin/python; [ $$version != newest ] || python=$(BIN)/python; \
+	  log=.venvs/$$version.log; PYTHONPATH=src $$python -m pytest -n 2 $(MATRIX_TESTS) >$$log 2>&1 || { status=1; cat $$log; }; \
+	  echo "transformers $$($$python -c 'import transformers; print(transformers.__version__)'): $$(tail -n 1 $$log)"; \
+	done; exit $$status
 
 test-kvpress: $(VENV)/.dev $(MODEL) $(KVPRESS)/.ready  ## kept sets beside those of NVIDIA's kvpress, in its own environment
 	DECANTKV_CACHE=$(CACHE) PYTHONPATH=src:. $(KVPRESS)/bin/python -m tests.rivals.kvpress_sets $(MODEL)
@@ -56,6 +70,14 @@ $(KVPRESS)/.ready: $(VENV)/.dev
 	  > $$($(KVPRESS)/bin/python -c "import site; print(site.getsitepackages()[0])")/beside.pth
 	$(BIN)/pip --python $(KVPRESS)/bin/python install -q transformers==5.2.0
 	$(BIN)/pip --python $(KVPRESS)/bin/python install -q --no-deps kvpress==0.5.5 $(KVPRESS_NEEDS)
+	touch $@
+
+# another transformers beside the first: an environment without pip that looks into the first for all the rest
+.venvs/%/.ready: $(VENV)/.dev
+	$(BIN)/python -m venv --without-pip .venvs/$*
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	  >$$(.venvs/$*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth
+	$(BIN)/pip --python .venvs/$*/bin/python install -q transformers==$*
 	touch $@
 
 # the weights lie inside a package that is unpacked, not installed
