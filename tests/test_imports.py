@@ -13,7 +13,7 @@ SOURCE = Path(decantkv.__file__).parent
 
 # a module may import from its own layer or from one before it
 LAYERS = [
-    {"options", "transfer", "buffers"},
+    {"options", "transfer", "buffers", "chunks"},
     {"budget", "ranking"},
     {"scoring", "kernels", "allocation"},
     {"methods"},
@@ -22,7 +22,7 @@ LAYERS = [
     {"interface", "generating", "bounded"},
     {"layers", "evicting"},
     {"ragged_layers"},
-    {"files", "joining"},
+    {"files", "joining", "graphs"},
     {"cache"},
     {"observation", "integration"},
     {"models"},
@@ -86,7 +86,7 @@ def test_only_the_integration_knows_transformers():
         "eval",
         "bench",
     }
-    allowed |= {"files", "joining", "evicting", "ragged_layers", "show", "cli"}
+    allowed |= {"graphs", "files", "joining", "evicting", "ragged_layers", "show", "cli"}
     for path in files():
         names = {n.module or "" for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.ImportFrom)}
         if any(name.split(".")[0] == "transformers" for name in names):

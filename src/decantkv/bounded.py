@@ -9,18 +9,22 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from decantkv.allocation import UNIFORM, Shared
 from decantkv.budget import count
-from decantkv.options import Span, expect_int
+from decantkv.options import Span, expect_choice, expect_int
 from decantkv.ranking import FILLER
 from decantkv.scoring.window import AttentionWindow
 from decantkv.selection import Kept
 from decantkv.settings import Settings
 from decantkv.transfer import to_device
+
+Decode = Literal["auto", "model", "own"]
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,8 @@ class Bounds:
         decode_budget: tokens a head keeps at such an eviction: of everything, or with `protect_prompt` of the answer
             alone. None: as many as the prompt's budget gave.
         protect_prompt: what the prompt's eviction kept stays for good.
+        decode: who attends to what was kept: "model", the model's own attention, through masks; "own", attention that
+            takes lengths and runs inside CUDA graphs; "auto": "own" on CUDA where the kernels are installed.
     """
 
     prefill_chunk: int | None = None
@@ -41,6 +47,7 @@ class Bounds:
     every: int | None = None
     decode_budget: int | None = None
     protect_prompt: bool = False
+    decode: Decode = "auto"
 
     def check(self, settings: Settings) -> Bounds:
         """These bounds, if they can be held under the settings.
@@ -51,6 +58,7 @@ class Bounds:
         for name in ("prefill_chunk", "max_kv_tokens", "every", "decode_budget"):
             if getattr(self, name) is not None:
                 expect_int(name, getattr(self, name), at_least=1)
+        expect_choice("decode", self.decode, get_args(Decode))
         method = settings.method
         always = method.window + settings.sinks
         if self.max_kv_tokens is not None:
@@ -81,6 +89,12 @@ class Bounds:
             name = "every" if self.every else "max_kv_tokens"
             raise ValueError(f"{name}: expected a method that looks at the last queries alone, got {method.describe()}")
         return self
+
+    def own(self, device: torch.device) -> bool:
+        """Whether layers on a device attend for themselves."""
+        return self.decode == "own" or (
+            self.decode == "auto" and device.type == "cuda" and find_spec("triton") is not None
+        )
 
 
 UNBOUNDED = Bounds()

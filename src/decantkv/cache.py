@@ -19,9 +19,10 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from decantkv import files, interface
 from decantkv.allocation import AllocationRule
-from decantkv.bounded import UNBOUNDED, Bounds
+from decantkv.bounded import UNBOUNDED, Bounds, Decode
 from decantkv.budget import Budget
 from decantkv.evicting import EvictingLayer
+from decantkv.graphs import StepGraphs
 from decantkv.interface import Hold
 from decantkv.joining import join
 from decantkv.layers import PromptLayer, gather, window_of
@@ -81,6 +82,7 @@ class EvictingCache(DynamicCache):
         every: int | None = None,
         decode_budget: int | None = None,
         protect_prompt: bool = False,
+        decode: Decode = "auto",
         **options: Any,
     ) -> None:
         """Check everything and prepare empty layers; the model's parameters are not touched.
@@ -94,7 +96,7 @@ class EvictingCache(DynamicCache):
             sinks: first tokens always kept; None takes the method's own.
             protect: spans (start, stop) of prompt positions always kept.
             impl: "auto", "reference", "torch" or "triton".
-            prefill_chunk, max_kv_tokens, every, decode_budget, protect_prompt: see `Bounds`; the first is for
+            prefill_chunk, max_kv_tokens, every, decode_budget, protect_prompt, decode: see `Bounds`; the first is for
                 `attach`, a loop of one's own gives its chunks under `deferred`.
 
         Raises:
@@ -104,7 +106,7 @@ class EvictingCache(DynamicCache):
         settings = Settings.parse(
             method, budget=budget, allocation=allocation, sinks=sinks, protect=protect, impl=impl, **options
         )
-        bounds = Bounds(prefill_chunk, max_kv_tokens, every, decode_budget, protect_prompt).check(settings)
+        bounds = Bounds(prefill_chunk, max_kv_tokens, every, decode_budget, protect_prompt, decode).check(settings)
         self._prepare(model, settings, new_recorder(settings), bounds)
 
     @classmethod
@@ -120,6 +122,7 @@ class EvictingCache(DynamicCache):
         check_model(model)
         super().__init__(config=text_config(model))
         self.settings, self.recorder, self.bounds = settings, recorder, bounds
+        self.steps: StepGraphs | None = None  # `attach` brings graphs to the generations it sees
         cache_id = next(_serial)
         config = text_config(model)
         twice = config.model_type in ATTEND_TWICE
@@ -129,9 +132,11 @@ class EvictingCache(DynamicCache):
             raise must_share(settings.allocation.name)
         rotate = rotation(model) if "rotate" in settings.method.needs else None
 
-        kind = RaggedLayer if settings.allocation.ragged else EvictingLayer
+        # layers that may attend for themselves; one set for heads that share a latent leaves that to the model
+        own = settings.allocation.ragged or not shared
 
         def new(layer_idx: int) -> PromptLayer:
+            kind = RaggedLayer if own else EvictingLayer
             layer = kind(layer_idx, cache_id, settings, recorder, shared=shared, rotate=rotate, bounds=bounds)
             layer.attends_twice = twice
             return layer
@@ -144,6 +149,12 @@ class EvictingCache(DynamicCache):
             if isinstance(layer, RaggedLayer):
                 layer.contest = contest
         self._hold = Hold(model)
+
+    def expect_length(self, length: int) -> None:
+        """Say how many tokens prompt and answer may reach, so that room for new ones is taken once."""
+        for layer in self.layers:
+            if isinstance(layer, PromptLayer):
+                layer.expected = length
 
     def nbytes(self) -> int:
         """Bytes of all keys and values held, by their distinct storages."""

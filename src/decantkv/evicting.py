@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from decantkv.bounded import UNBOUNDED, Bounds, Trail, choose
+from decantkv.chunks import attend_chunk
 from decantkv.interface import AttentionCall
 from decantkv.layers import PromptLayer, gather_kv, valid_slots, window_of
 from decantkv.masks import PromptMask, real_tokens
@@ -43,6 +44,8 @@ class EvictingLayer(PromptLayer):
         self.frame: Tensor | None = None  # [B, 3] on the CPU: a row's first position, its prompt's end, tokens at most
         self.recent: list[Tensor] = []  # the last queries, [B, HQ, ≤ w, D] together, where answers are evicted
         self.renewed = 0  # logical length at the last eviction
+        self.held: tuple[int, ...] | None = None  # real tokens a waiting prompt has stored, once a chunk is in
+        self.own_chunks = False  # attends to a prompt's later chunks by itself
         self.settings, self.recorder, self.shared, self.rotate = settings, recorder, shared, rotate
         self.uneven = settings.allocation.by_layer
         self.wants_every_query = "queries" in settings.method.needs
@@ -129,10 +132,42 @@ class EvictingLayer(PromptLayer):
         forced = self.trail.inside(spans, starts) if spans else None
         return dataclasses.replace(self.settings, protect=()), {"n_keep": counts, "forced": forced}
 
+    def attend(self, call: AttentionCall) -> Tensor | None:
+        """The attention of a prompt's later chunks, whose mask tells of the chunk alone; else the model's own."""
+        if not self.own_chunks or self.prompt is None or self.held is None:
+            return None
+        new = call.query.shape[2]
+        later = real_tokens(call.mask, batch=len(self.held), kv_len=new, device=call.key.device)
+        held = tuple(a + b for a, b in zip(self.held, later, strict=True))
+        return attend_chunk(call.query, call.key, call.value, held=held, scale=call.scale).transpose(1, 2)
+
+    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
+        """Of the new tokens alone where the layer knows the older ones itself; see `PromptLayer.get_mask_sizes`."""
+        if self.own_chunks and self.prompt is not None:
+            return query_length if isinstance(query_length, int) else int(query_length.shape[0]), self.logical
+        return super().get_mask_sizes(query_length)
+
+    def _held(self, call: AttentionCall) -> tuple[int, ...]:
+        """Real tokens each row stores with this chunk."""
+        batch, kv_len, new = call.key.shape[0], call.key.shape[2], call.query.shape[2]
+        whole = not self.own_chunks or self.held is None
+        held = real_tokens(call.mask, batch=batch, kv_len=kv_len if whole else new, device=call.key.device)
+        return held if whole or self.held is None else tuple(a + b for a, b in zip(self.held, held, strict=True))
+
     def _wait(self, call: AttentionCall) -> None:
+        first = self.waiting is None
         super()._wait(call)
+        if self.own_chunks or (first and self.bounds.own(call.key.device) and self._plain(call)):
+            self.held, self.own_chunks = self._held(call), True
+            self.seen = PromptMask(None if set(self.held) == {call.key.shape[2]} else self.held, None)
         if self.bounds.max_kv_tokens is not None:
             self._thin(self.bounds.max_kv_tokens)
+
+    def _plain(self, call: AttentionCall) -> bool:
+        """Whether a first chunk's attention is one that `attend_chunk` can go on with."""
+        if call.backend != "sdpa" or call.softcap is not None or call.sink_logits is not None:
+            return False
+        return 0 in self._held(call) or self._read_mask(call, min(self.rows, call.query.shape[2])).window is None
 
     @torch.no_grad()
     def _thin(self, most: int) -> None:
@@ -146,11 +181,11 @@ class EvictingLayer(PromptLayer):
                 "which caches latents"
             )
         batch, heads, kv_len = keys.shape[:3]
-        held = real_tokens(call.mask, batch=batch, kv_len=kv_len, device=keys.device)
+        held = self.held if self.own_chunks and self.held is not None else self._held(call)
         trail = self.trail or Trail.start(batch, heads, keys.device)
         self.trail = trail.extend(chunk, self.logical, held)
-        self.seen = None
         if kv_len <= most:
+            self.seen = self.seen if self.own_chunks else None
             return
         lengths = [max(1, n) for n in held]  # a row of pads so far keeps one of them, which stays hidden
         seen = PromptMask(None if set(lengths) == {kv_len} else tuple(lengths), None)
@@ -164,7 +199,7 @@ class EvictingLayer(PromptLayer):
         )
         with self.recorder.stopwatch.measure("compaction", keys.device):
             self.prompt = gather_kv(keys, values, kept.indices)
-        held = tuple(min(n, most) for n in held)
+        held = self.held = tuple(min(n, most) for n in held)
         self.trail = self.trail.keep(kept, held)
         self.waiting = (dataclasses.replace(call, key=self.prompt[0], value=self.prompt[1], mask=None), chunk)
         self.seen = PromptMask(None if set(held) == {self.prompt[0].shape[2]} else held, None)
@@ -206,14 +241,10 @@ class EvictingLayer(PromptLayer):
     @torch.no_grad()
     def _renew(self, call: AttentionCall) -> None:
         """Evict from prompt and answer alike, as the last queries score them."""
-        if self.store is None or self.frame is None:
+        if self.frame is None:
             return
-        keys, values = self.store.keys, self.store.values
+        keys, values, held = self._stored(call)
         batch, heads, stored = keys.shape[:3]
-        held = list(real_tokens(call.mask, batch=batch, kv_len=stored, device=keys.device))
-        if self.valid is not None:
-            hidden = (~self.valid).sum(-1).amax(-1).tolist()
-            held = [min(n, stored - int(h)) for n, h in zip(held, hidden, strict=True)]
         self.renewed = self.logical
         starts, ends, most = self.frame.T.tolist()
         counts = [min(n, limit) for n, limit in zip(held, most, strict=True)]
@@ -236,8 +267,29 @@ class EvictingLayer(PromptLayer):
         )  # fmt: skip
         kept = self._round(win, held, counts, forced)
         with self.recorder.stopwatch.measure("compaction", keys.device):
-            self.fill(*gather_kv(keys, values, kept.indices))
-        self.valid, self.kept = valid_slots(kept), trail.origin(kept)
+            self._restock(*gather_kv(keys, values, kept.indices), kept)
+        self.kept = trail.origin(kept)
+
+    def reserve(self) -> int:
+        """Where answers are evicted, what comes between two evictions; see `PromptLayer.reserve`."""
+        most = super().reserve()
+        return most if self.bounds.every is None else min(most, self.bounds.every + self.rows)
+
+    def _stored(self, call: AttentionCall) -> tuple[Tensor, Tensor, list[int]]:
+        """Keys [B, H, S, D] and values [B, H, S, Dv] with each row's real tokens last, and how many those are."""
+        if self.store is None:
+            raise RuntimeError("the layer stores nothing")
+        keys, values = self.store.keys, self.store.values
+        held = list(real_tokens(call.mask, batch=keys.shape[0], kv_len=keys.shape[2], device=keys.device))
+        if self.valid is not None:
+            hidden = (~self.valid).sum(-1).amax(-1).tolist()
+            held = [min(n, keys.shape[2] - int(h)) for n, h in zip(held, hidden, strict=True)]
+        return keys, values, held
+
+    def _restock(self, keys: Tensor, values: Tensor, kept: Kept) -> None:
+        """Store what a round kept."""
+        self.fill(keys, values)
+        self.valid = valid_slots(kept)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the newest tokens, their queries with them; see `PromptLayer.crop`."""
@@ -255,5 +307,5 @@ class EvictingLayer(PromptLayer):
     def reset(self) -> None:
         """Empty again."""
         super().reset()
-        self.trail = self.frame = None
-        self.recent, self.renewed = [], 0
+        self.trail = self.frame = self.held = None
+        self.recent, self.renewed, self.own_chunks = [], 0, False

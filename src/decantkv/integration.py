@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -15,10 +16,11 @@ from transformers.cache_utils import DynamicCache
 
 from decantkv import interface
 from decantkv.allocation import AllocationRule
-from decantkv.bounded import UNBOUNDED, Bounds
+from decantkv.bounded import UNBOUNDED, Bounds, Decode
 from decantkv.budget import Budget
 from decantkv.cache import EvictingCache, cache_argument, check_model, decide, defer, deferred, give_up, new_recorder
 from decantkv.generating import check_chunks, first_the_prompt, is_chunked, number_chunk, refuse_continuous_batching
+from decantkv.graphs import StepGraphs
 from decantkv.interface import Hold, not_understood
 from decantkv.methods import Method
 from decantkv.needs import decoder_of
@@ -44,6 +46,7 @@ def attach(
     every: int | None = None,
     decode_budget: int | None = None,
     protect_prompt: bool = False,
+    decode: Decode = "auto",
     **options: Any,
 ) -> Run:
     """From here on, prompts that `model` reads keep only `budget` of their cache.
@@ -67,6 +70,8 @@ def attach(
         decode_budget: tokens a head keeps then: of everything, or with `protect_prompt` of the answer alone; None: as
             many as `budget` gave the prompt.
         protect_prompt: what was kept of the prompt stays for good.
+        decode: "model": the model's own attention reads what was kept; "own": attention that takes lengths instead of
+            masks, and on CUDA steps of `generate` that are replayed as a CUDA graph; "auto": "own" on CUDA.
 
     Raises:
         TypeError, ValueError: an argument out of its range.
@@ -76,7 +81,7 @@ def attach(
         method, budget=budget, allocation=allocation, sinks=sinks, protect=protect, impl=impl, **options
     )
     check_model(model)
-    bounds = Bounds(prefill_chunk, max_kv_tokens, every, decode_budget, protect_prompt).check(settings)
+    bounds = Bounds(prefill_chunk, max_kv_tokens, every, decode_budget, protect_prompt, decode).check(settings)
     return Run(model, settings, bounds)
 
 
@@ -145,6 +150,7 @@ class _Attachment:
         self._override(model, "_get_candidate_generator", first_the_prompt)
         self._override(model, "_prefill", self._defer_chunks)
         self._override(model, "_prefill_chunking", self._defer_all_but_one)  # until transformers 4.57
+        self._override(model, "forward", self._step)
         for name in ("generate_batch", "init_continuous_batching"):
             self._override(model, name, refuse_continuous_batching)
         self._prefill = threading.local()
@@ -185,13 +191,27 @@ class _Attachment:
                         f"cache_implementation: expected none beside attach, which brings its own cache, got {asked!r}"
                     )
                 generation_config.cache_implementation = None
-                model_kwargs[self._name] = self.active().new_cache()
+                cache = model_kwargs[self._name] = self.active().new_cache()
+                cache.expect_length(generation_config.max_length or 0)
+                cache.steps = StepGraphs(cache.layers)
             chunk = self.active().bounds.prefill_chunk
             if chunk is not None and generation_config.prefill_chunk_size is None:
                 generation_config.prefill_chunk_size = chunk
             return prepare(generation_config, model_kwargs, *args, **kwargs)
 
         return prepare_cache
+
+    def _step(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """The model's forward; steps of a generation that this run began come from a CUDA graph where one can be."""
+
+        @functools.wraps(forward)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            cache = kwargs.get(self._name)
+            if args or not isinstance(cache, EvictingCache) or cache.steps is None:
+                return forward(*args, **kwargs)
+            return cache.steps.forward(forward, kwargs)
+
+        return step
 
     def _defer_chunks(self, prefill: Callable[..., Any]) -> Callable[..., Any]:
         """`generate` reads a prompt here, in chunks when asked to: eviction waits for the last of them."""

@@ -239,6 +239,7 @@ def _wrap(function: Attention, backend: str) -> Attention:
         )
         own = listener.attend(call)
         if own is not None:
+            listener.after_attention(call)
             return own, None
         mask = listener.before_attention(attention_mask, query=query, kv_len=key.shape[2], backend=backend)
         out = function(module, query, key, value, mask, *args, **kwargs)

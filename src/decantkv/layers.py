@@ -27,6 +27,8 @@ from decantkv.scoring.window import AttentionWindow, Rotate, make_window
 from decantkv.selection import FILLER, Kept
 from decantkv.transfer import to_device
 
+RESERVE = 4096  # new tokens that room is taken for at once, however many were announced
+
 
 class PromptLayer(CacheLayerMixin):
     """A full-attention layer that sees its prompt's attention call once and then decides what to store.
@@ -45,7 +47,7 @@ class PromptLayer(CacheLayerMixin):
     def __init__(self, layer_idx: int, cache_id: int, rows: int) -> None:
         self.layer_idx, self.cache_id, self.rows = layer_idx, cache_id, rows
         self.store: SlackStore | None = None
-        self.reserve = 0  # new tokens that will come, where the caller said so
+        self.expected = 0  # the length that prompt and answer may reach, where the caller said so
         self.prompt: tuple[Tensor, Tensor] | None = None
         self.valid: Tensor | None = None  # [B, 1 or H, K] bool; None while every kept slot holds a token
         self.logical = 0
@@ -102,7 +104,7 @@ class PromptLayer(CacheLayerMixin):
             self.prompt = (key_states, value_states)
             return self.prompt
         if self.store is None:  # a prompt of one token: nothing to choose from
-            self.store = SlackStore(key_states[:, :, :0], value_states[:, :, :0], reserve=self.reserve)
+            self.store = SlackStore(key_states[:, :, :0], value_states[:, :, :0], reserve=self.reserve())
         self.logical += key_states.shape[-2]
         if self.valid is not None or self.uneven or self.kept is not None or self.listens:
             interface.expect(self)
@@ -202,7 +204,11 @@ class PromptLayer(CacheLayerMixin):
 
     def fill(self, keys: Tensor, values: Tensor) -> None:
         """Make keys [B, H, K, D] and values [B, H, K, Dv] the layer's storage, without another copy."""
-        self.store = SlackStore(keys, values, reserve=self.reserve)
+        self.store = SlackStore(keys, values, reserve=self.reserve())
+
+    def reserve(self) -> int:
+        """New tokens to take room for at once; 0 where nobody said how many will come."""
+        return max(0, min(self.expected - self.logical, RESERVE))
 
     def _prompt(self) -> tuple[Tensor, Tensor]:
         if self.prompt is None:

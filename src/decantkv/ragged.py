@@ -33,6 +33,7 @@ class RaggedStore:
         starts, lens: [B·H] int64 on the device.
         room: slots every lane still has free at its end.
         appended: tokens given since the prompt, which is how far `crop` may go back.
+        reserve: tokens expected, which the next growth makes room for at once; 0 where unknown.
     """
 
     def __init__(
@@ -45,10 +46,11 @@ class RaggedStore:
         batch: int,
         room: int = 0,
         appended: int = 0,
+        reserve: int = 0,
     ) -> None:
         self.keys, self.values, self.starts, self.lens = keys, values, starts, lens
         self.batch, self.heads = batch, lens.shape[0] // batch
-        self.room, self.appended = room, appended
+        self.room, self.appended, self.reserve = room, appended, reserve
         self._splits: Splits | None = None
 
     @classmethod
@@ -76,7 +78,8 @@ class RaggedStore:
         """
         new = keys.shape[2]
         if new > self.room:
-            self._grow(max(new, ROOM))
+            self._grow(max(new, ROOM, self.reserve))
+            self.reserve = 0
         place = torch.arange(new, device=keys.device)
         shown = None if real is None else real.repeat_interleave(self.heads, 0)  # [B·H, T]
         pads = 0 if shown is None else new - shown.sum(-1, keepdim=True)
@@ -148,6 +151,31 @@ class RaggedStore:
                 total, m = total * decay + e.sum(-1), m_new
             out[lane] = acc / total.where(total > 0, 1.0)[:, None]
         return out.view(q.shape[0], -1, new, width).to(q.dtype)
+
+    def right_aligned(self) -> tuple[Tensor, Tensor]:
+        """Keys [B, H, L, D] and values [B, H, L, Dv], L the longest lane; left of a lane's tokens lies anything."""
+        longest = int(self.lens.max())
+        place = torch.arange(longest, device=self.lens.device)
+        slots = (self.starts + self.lens)[:, None] - longest + place
+        slots = slots.clamp_min(0)
+        shape = (self.batch, self.heads, longest)
+        return self.keys[slots].view(*shape, -1), self.values[slots].view(*shape, -1)
+
+    def refill(self, keys: Tensor, values: Tensor, lens: Tensor) -> None:
+        """Replace what the lanes hold by fewer tokens; storage stays, and what is freed becomes room.
+
+        Args:
+            keys: [B, H, K, D]; values: [B, H, K, Dv]; the last lens[r] of each lane are its tokens.
+            lens: [B·H] int64, none above what the lane holds.
+        """
+        place = torch.arange(keys.shape[2], device=keys.device)
+        held = place >= keys.shape[2] - lens[:, None]
+        slots = (self.starts[:, None] + place - (keys.shape[2] - lens)[:, None])[held]
+        self.keys.index_copy_(0, slots, keys.flatten(0, 1)[held])
+        self.values.index_copy_(0, slots, values.flatten(0, 1)[held])
+        self.room += int((self.lens - lens).min())
+        self.lens.copy_(lens)
+        self.appended = 0
 
     def crop(self, number: int) -> None:
         """Take back the newest `number` tokens of every lane.

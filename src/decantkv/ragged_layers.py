@@ -16,7 +16,7 @@ from decantkv import interface
 from decantkv.allocation import Contest
 from decantkv.evicting import EvictingLayer
 from decantkv.interface import AttentionCall, not_understood
-from decantkv.masks import read_prompt_mask
+from decantkv.masks import PromptMask, read_prompt_mask
 from decantkv.ragged import RaggedStore
 from decantkv.ranking import FILLER, highest
 from decantkv.scoring.window import AttentionWindow, Rotate
@@ -24,7 +24,7 @@ from decantkv.selection import Kept, Order
 
 
 class RaggedLayer(EvictingLayer):
-    """Keeps its kept tokens in a `RaggedStore`; a prompt within its budget stays with transformers' own layer."""
+    """Keeps its kept tokens in a `RaggedStore` where heads keep different numbers, or where it attends for itself."""
 
     lanes: RaggedStore | None = None
     contest: LayerContest | None = None  # the running contest with the other layers, under "layer"
@@ -58,12 +58,14 @@ class RaggedLayer(EvictingLayer):
     def attend(self, call: AttentionCall) -> Tensor | None:
         """Store the new tokens and attend to all that is stored: [B, q, HQ, Dv]."""
         if self.lanes is None or self._fresh is None:
-            return None
+            return super().attend(call)
         if call.query.requires_grad:
             raise ValueError("model: expected a forward without gradients (torch.no_grad()), got one with")
         keys, values = self._fresh
         batch, new = keys.shape[0], keys.shape[2]
-        seen = read_prompt_mask(call.mask, batch=batch, kv_len=new, rows=new, device=keys.device)
+        # a graph holds steps of one real token a row
+        mask = None if keys.is_cuda and torch.cuda.is_current_stream_capturing() else call.mask
+        seen = read_prompt_mask(mask, batch=batch, kv_len=new, rows=new, device=keys.device)
         if seen.window is not None:
             raise ValueError("attention_mask: expected causal attention among new tokens, got another pattern")
         self.lanes.append(keys, values, _real(seen.lengths, new, keys.device))
@@ -71,19 +73,64 @@ class RaggedLayer(EvictingLayer):
         out = self.lanes.attend(call.query, scale=call.scale, softcap=call.softcap, sink_logits=call.sink_logits)
         return out.transpose(1, 2)
 
+    def _stored(self, call: AttentionCall) -> tuple[Tensor, Tensor, list[int]]:
+        """As `EvictingLayer._stored`; heads of a row hold equally many tokens where answers are evicted."""
+        if self.lanes is None:
+            return super()._stored(call)
+        keys, values = self.lanes.right_aligned()
+        return keys, values, self.lanes.lens.view(self.lanes.batch, -1)[:, 0].tolist()
+
+    def _restock(self, keys: Tensor, values: Tensor, kept: Kept) -> None:
+        """As `EvictingLayer._restock`, in the lanes that are there."""
+        if self.lanes is None:
+            super()._restock(keys, values, kept)
+        else:
+            self.lanes.refill(keys, values, kept.counts.flatten())
+
+    def forget_new(self) -> None:
+        """A step failed: its tokens are not waited for any more."""
+        self._fresh = None
+
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
         """Of the new tokens alone."""
         if self.lanes is None:
             return super().get_mask_sizes(query_length)
         return query_length if isinstance(query_length, int) else int(query_length.shape[0]), self.logical
 
+    def keep(self, call: AttentionCall, seen: PromptMask, rows: int) -> None:
+        """Score, select, compact, and from then on attend to what is stored without the model's masks."""
+        super().keep(call, seen, rows)
+        same_heads = self.prompt is not None and call.key.shape[1] == self.prompt[0].shape[1]
+        if same_heads and not self.attends_twice and self.bounds.own(call.key.device):
+            self.attend_alone()
+
+    def attend_alone(self) -> None:
+        """Move what is stored for every head alike into lanes, in place where memory is laid out for it."""
+        if self.store is None:
+            return
+        keys, values = self.store.keys.contiguous(), self.store.values.contiguous()
+        batch, heads, stored = keys.shape[:3]
+        lanes = torch.arange(batch * heads, device=keys.device)
+        filler = torch.zeros_like(lanes)
+        if self.valid is not None:
+            filler = (~self.valid).sum(-1).expand(-1, heads).flatten()
+        self.lanes = RaggedStore(
+            keys.view(-1, keys.shape[3]), values.view(-1, values.shape[3]), lanes * stored + filler, stored - filler,
+            batch=batch, reserve=self.reserve(),
+        )  # fmt: skip
+        self.store = self.valid = None
+
     def store_kept(self, kept: Kept) -> None:
         """Keep the chosen tokens of the prompt, each head its own number."""
+        if not self.settings.allocation.ragged:
+            super().store_kept(kept)
+            return
         keys, values = self._prompt()
         self.lanes, self.kept = RaggedStore.from_kept(keys, values, kept), kept
 
     def _renumber(self, kept: Kept, rotate: Rotate) -> None:
         if self.lanes is None:
+            super()._renumber(kept, rotate)
             return
         ends = (self.lanes.starts + self.lanes.lens)[self.lanes.lanes()]
         behind = ends - torch.arange(ends.shape[0], device=ends.device)  # 1 at a lane's last slot

@@ -1,0 +1,112 @@
+"""Layers that attend for themselves: lengths instead of masks, on any device; judged like the others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import decantkv
+from decantkv.cache import cache_argument
+from decantkv.chunks import attend_chunk
+from tests import tiny
+from tests.families import build
+from tests.judge import evicted_and_judged, logits_with
+from tests.test_bounded import CAP, answers, in_chunks, step
+
+STEPS = [torch.tensor([[7]]), torch.tensor([[11]]), torch.tensor([[3, 5, 9]]), torch.tensor([[2]])]
+OWN = {"decode": "own"}
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("settings", [{}, {"allocation": "shared"}, {"allocation": "pyramid"}, {"method": "streaming"}])
+def test_own_attention_equals_the_judge(attention, settings):
+    model = tiny.llama(attention=attention)
+    evicted, judged, cache = evicted_and_judged(
+        model, {"input_ids": tiny.prompt(150)}, STEPS, budget=0.1, **OWN, **settings
+    )
+    torch.testing.assert_close(evicted, judged, rtol=0, atol=1e-5)
+    assert all(layer.lanes is not None for layer in cache.layers)
+
+
+@pytest.mark.parametrize("budget", [0.1, 20, 1.0])
+def test_padded_rows_equal_the_models_own_attention(budget):
+    model = tiny.llama()
+    inputs = tiny.left_padded([tiny.prompt(150, seed=1), tiny.prompt(60, seed=2), tiny.prompt(6, seed=3)])
+    steps = [s.expand(3, -1) for s in STEPS]
+    ours = logits_with(model, decantkv.EvictingCache(model, budget=budget, **OWN), inputs, steps)
+    theirs = logits_with(model, decantkv.EvictingCache(model, budget=budget, decode="model"), inputs, steps)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 4}, {"prefill_chunk_size": 33}])
+def test_every_way_of_generating(options):
+    model = tiny.llama()
+    batch = tiny.left_padded([torch.cat([tiny.prompt(40)] * 3, 1)[:, :100]])
+    options = {"max_new_tokens": 9, **options, **tiny.GREEDY}
+    with decantkv.attach(model, budget=0.3, decode="model"):
+        theirs = model.generate(**batch, **options)
+    with decantkv.attach(model, budget=0.3, **OWN):
+        assert torch.equal(model.generate(**batch, **options), theirs)
+
+
+@pytest.mark.parametrize("number", [1, 5, 60])
+def test_chunks_that_the_layer_attends_to_itself(number):
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 8, number, 16), torch.randn(3, 2, 70, 16), torch.randn(3, 2, 70, 16)
+    for held in ((70, 70, 70), (70, 41, 8)):
+        out = attend_chunk(q, k, v, held=held, scale=0.3)
+        for row, real in enumerate(held):
+            for head in range(8):
+                for i in range(max(0, number - real), number):
+                    at = slice(70 - real, 70 - number + i + 1)
+                    p = (k[row, head // 4, at] @ q[row, head, i] * 0.3).softmax(0)
+                    expected = p @ v[row, head // 4, at]
+                    torch.testing.assert_close(out[row, head, i], expected, rtol=0, atol=2e-6)
+        assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("bounds", [{}, CAP, {**CAP, "max_kv_tokens": 100}])
+@pytest.mark.parametrize("allocation", ["uniform", "ada"])
+def test_chunked_prompts(bounds, allocation):
+    model = tiny.llama()
+    inputs = tiny.left_padded([tiny.prompt(110, seed=1), tiny.prompt(62, seed=2), tiny.prompt(14, seed=3)])
+    said = {}
+    for decode in ("own", "model"):
+        cache = decantkv.EvictingCache(model, budget=0.3, allocation=allocation, sinks=1, decode=decode, **bounds)
+        _, first = in_chunks(model, cache, inputs, 24)
+        assert cache.layers[0].own_chunks == (decode == "own")
+        second, _ = step(model, cache, inputs["attention_mask"])
+        said[decode] = torch.stack([first, second])
+        kept = [layer.kept.indices for layer in cache.layers]
+        said[decode + " kept"] = kept
+    torch.testing.assert_close(said["own"], said["model"], rtol=0, atol=2e-5)
+    assert all(torch.equal(a, b) for a, b in zip(said["own kept"], said["model kept"], strict=True))
+
+
+def test_answers_that_are_evicted_again():
+    model = tiny.llama()
+    inputs = tiny.left_padded([tiny.prompt(60, seed=1), tiny.prompt(33, seed=2), tiny.prompt(12, seed=3)])
+    ours, stored, cache = answers(model, inputs, 25, budget=20, every=6, **OWN)
+    theirs, _, _ = answers(model, inputs, 25, budget=20, every=6, decode="model")
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5)
+    assert max(stored) <= 26
+    places = [x.data_ptr() for layer in cache.layers for x in layer.tensors()]
+    mask = torch.cat([inputs["attention_mask"], torch.ones(3, 25, dtype=torch.long)], 1)
+    for _ in range(14):
+        _, mask = step(model, cache, mask)
+    assert [x.data_ptr() for layer in cache.layers for x in layer.tensors()] == places, "rounds write in place"
+
+
+def test_generate_says_how_many_tokens_will_come():
+    model = tiny.llama()
+    with decantkv.attach(model, budget=0.3, **OWN):
+        out = model.generate(tiny.prompt(100), max_new_tokens=300, return_dict_in_generate=True, **tiny.GREEDY)
+    cache = out[cache_argument(model)]
+    assert cache.layers[0].lanes.keys.shape[0] == 2 * (30 + 300)
+
+
+def test_models_whose_heads_share_a_latent_leave_it_to_the_model():
+    model = build("deepseek_v3", "sdpa")
+    evicted, judged, cache = evicted_and_judged(model, {"input_ids": tiny.prompt(80)}, STEPS[:2], budget=0.3, **OWN)
+    torch.testing.assert_close(evicted, judged, rtol=0, atol=2e-5)
+    assert all(getattr(layer, "lanes", None) is None for layer in cache.layers)
