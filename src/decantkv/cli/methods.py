@@ -13,8 +13,9 @@ from rich.table import Table
 
 from decantkv.cli import app
 
-# the columns a terminal has room for; --json prints all of them
-_SHOWN = ("name", "kind", "score", "keeps", "pooling", "allocation", "cost", "needs", "source")
+# what a terminal has room for, a wide and a narrow one; --json prints everything
+_WIDE = ("name", "kind", "score", "keeps", "pooling", "allocation", "cost", "needs", "source")
+_NARROW = ("name", "kind", "score", "keeps", "needs")
 
 
 @app.command()
@@ -26,15 +27,15 @@ def methods(as_json: Annotated[bool, typer.Option("--json", help="Print JSON row
     if as_json:
         print(json.dumps(rows))
         return
+    console = Console()
+    columns = _WIDE if console.width >= 140 else _NARROW
     shown = Table(
         title="decantkv methods",
-        caption="cost: multiply-adds a cached token and KV head; g query heads share it, w window rows, d head width, "
-        "E hidden width, N prompt. needs: beyond the window's queries, keys and values. --json adds defaults, presets.",
+        caption="needs: beyond the window's queries, keys and values. cost: multiply-adds a cached token and KV head; "
+        "g query heads share it, w window rows, d head width, E hidden width, N prompt. --json prints all columns.",
     )
-    for column in _SHOWN:
+    for column in columns:
         shown.add_column(column, overflow="fold")
     for row in rows:
-        shown.add_row(
-            *(escape(row[column]) for column in _SHOWN)  # formulas have brackets
-        )
-    Console().print(shown)
+        shown.add_row(*(escape(row[column]) for column in columns))  # formulas have brackets
+    console.print(shown)
