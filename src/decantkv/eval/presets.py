@@ -55,7 +55,7 @@ PRESETS: dict[str, Preset] = {
         "dropkv,adadropkv,snapkv:shared,snapkv,knorm,streaming,recent,random,quantised-4bit,quantised-2bit",
         "0.05,0.1,0.3",
         "aware,agnostic",
-        8,
+        16,
     ),
     "regression": Preset(
         "niah", "256", "dropkv,snapkv:shared,random", "0.1", "aware", 40, likelihood=True, answers=False

@@ -20,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import PreTrainedModel
 
 from decantkv import models
+from decantkv.bench.rows import commit
 from decantkv.eval import niah, probes, ruler
 from decantkv.eval.chat import ChatFormat
 from decantkv.eval.engine.policy import describe
@@ -222,6 +223,7 @@ class Session:
         device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else platform.processor()
         return {
             "command": command,
+            "commit": commit(),
             "begun": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "device": device or platform.machine(),
             "python": platform.python_version(),

@@ -21,23 +21,30 @@ def print_tables(
     console: Console | None = None,
 ) -> None:
     """Print a table per length and regime."""
-    console = console or Console(highlight=False)
+    console = console or wide_console()
     configuration = run["configuration"]
     console.print(heading(configuration), style="bold")
     if configuration["suite"] == "fidelity":
-        _print_fidelity(rows, console)
+        for table in fidelity(rows, reference=reference):
+            console.print(table)
         return
     measure = "score" if any("score" in row for row in rows) else "nll"
-    for table in tables(rows, reference=reference, measure=measure):
+    for one in tables(rows, reference=reference, measure=measure):
         what = "score" if measure == "score" else "negative log-likelihood a token of the answer, lower is better"
-        console.print(f"\n{table.length} tokens; {what}; full cache {table.full}")
+        console.print(f"\n{one.length} tokens; {what}; full cache {one.full}")
         for name in REGIMES:
-            here = [s for s in table.summaries if s.regime == name]
+            here = [s for s in one.summaries if s.regime == name]
             if here:
-                console.print(_table(name, here, reference))
-        if table.left_out:
-            left = ", ".join(f"{task} {score:.2f}" for task, score in table.left_out.items())
+                console.print(_table(name, here, reference, measure))
+        if one.left_out:
+            left = ", ".join(f"{task} {score:.2f}" for task, score in one.left_out.items())
             console.print(f"not in the averages, the full cache itself being below 0.3: {left}", style="dim")
+
+
+def wide_console() -> Console:
+    """Standard output; where that is no terminal, as wide as the tables are."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=180)
 
 
 def print_best(
@@ -48,7 +55,7 @@ def print_best(
     console: Console | None = None,
 ) -> None:
     """Print what was best on one half of the prompts and what it is worth on the other."""
-    console = console or Console(highlight=False)
+    console = console or wide_console()
     table = RichTable(title=heading(run["configuration"]), title_justify="left")
     for column in (
         "tokens",
@@ -76,66 +83,64 @@ def heading(configuration: Mapping[str, Any]) -> str:
     return ", ".join(str(part) for part in parts)
 
 
-def _table(regime: str, summaries: Sequence[Summary], reference: str) -> RichTable:
+def _table(regime: str, summaries: Sequence[Summary], reference: str, measure: str) -> RichTable:
     table = RichTable(title=f"regime: {regime}", title_justify="left", caption=REGIMES[regime], caption_justify="left")  # type: ignore[index]
-    for column in ("method", "budget", "bytes", "score [95 %]", f"− {reference} [95 %]", "worst task", "lose >10 %"):
-        table.add_column(column, overflow="fold")
-    for column in ("Δ length", "Δ nll", "n"):
+    scored = measure == "score"
+    for column in ("method", "budget", "bytes", f"{measure} [95 %]", f"− {reference} [95 %]", "worst task"):
+        table.add_column(column)
+    for column in ("lose >10 %", "Δ length", "Δ nll") if scored else ():
         table.add_column(column, justify="right")
-    for s in sorted(summaries, key=lambda s: (s.budget, -s.score.mean)):
+    table.add_column("n", justify="right")
+    for s in sorted(summaries, key=lambda s: (s.budget, -s.score.mean if scored else s.score.mean)):
         worst, full = s.by_task[s.worst]
-        table.add_row(
-            s.policy,
-            s.budget,
-            f"{s.bytes:.1%}",
-            str(s.score),
-            str(s.against) if s.against else "",
-            f"{s.worst} {worst.mean:.2f} of {full:.2f}",
-            f"{s.losing:.0%}",
-            f"{s.drift:+.1f}",
-            f"{s.nll.mean:+.3f}" if s.nll else "",
-            str(s.prompts),
-        )
+        columns = [s.policy, s.budget, f"{s.bytes:.1%}", str(s.score), str(s.against) if s.against else ""]
+        columns.append(f"{s.worst} {worst.mean:.2f} of {full:.2f}" if scored else f"{s.worst} {worst.mean:.2f}")
+        if scored:
+            columns += [f"{s.losing:.0%}", f"{s.drift:+.1f}", f"{s.nll.mean:+.3f}" if s.nll else ""]
+        table.add_row(*columns, str(s.prompts))
     return table
 
 
-def _print_fidelity(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
-    for summary in fidelity(rows):
-        console.print(summary)
-
-
-def fidelity(rows: Sequence[Mapping[str, Any]]) -> list[RichTable]:
-    """A table per length and regime: KL, top-1 agreement, output shift, overlap with DropKV's kept set."""
+def fidelity(rows: Sequence[Mapping[str, Any]], *, reference: str = "dropkv") -> list[RichTable]:
+    """A table per length and regime: KL, its paired difference, top-1 agreement, output shift, kept-set overlap."""
     length_of = {row["prompt"]: row["length"] for row in rows if row["row"] == "prompt"}
-    cells: dict[tuple[int, str, str, str], list[Mapping[str, Any]]] = {}
+    cells: dict[tuple[int, str, str, str], dict[str, Mapping[str, Any]]] = {}
     for row in rows:
         if row["row"] == "answer" and "kl" in row and row["policy"] != "full":
             key = (length_of[row["prompt"]], row["regime"], row["budget"], row["policy"])
-            cells.setdefault(key, []).append(row)
+            cells.setdefault(key, {})[row["prompt"]] = row
     shown = []
     for length, regime in sorted({key[:2] for key in cells}):
         table = RichTable(title=f"{length} tokens, regime: {regime}", title_justify="left")
-        for column in ("method", "budget", "bytes", "KL to full [95 %]", "top-1 agreement [95 %]", "output shift"):
+        for column in ("method", "budget", "bytes", "KL to full [95 %]", f"− {reference} [95 %]", "top-1 [95 %]"):
             table.add_column(column)
-        for column in ("predicted", "overlap with dropkv", "n"):
-            table.add_column(column)
+        for column in ("output shift", "predicted", f"overlap with {reference}", "n"):
+            table.add_column(column, justify="right")
         here = {key: found for key, found in cells.items() if key[:2] == (length, regime)}
-        for (_, _, budget, policy), found in sorted(here.items(), key=lambda item: (item[0][2], _mean(item[1], "kl"))):
-            table.add_row(policy, budget, f"{_mean(found, 'bytes'):.1%}", *_fidelity_columns(found), str(len(found)))
+        for key, found in sorted(here.items(), key=lambda item: (item[0][2], _mean(item[1], "kl"))):
+            base = here.get((*key[:3], reference), {}) if key[3] != reference else {}
+            columns = _fidelity_columns(found, base, reference)
+            table.add_row(key[3], key[2], f"{_mean(found, 'bytes'):.1%}", *columns, str(len(found)))
         shown.append(table)
     return shown
 
 
-def _fidelity_columns(found: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    bootstrap = Bootstrap({"text": [row["prompt"] for row in found]})
-    intervals = (str(bootstrap.interval({row["prompt"]: row[name] for row in found})) for name in ("kl", "top1"))
-    shifts = [row["shift"] for row in found if "shift" in row]
+def _fidelity_columns(
+    found: Mapping[str, Mapping[str, Any]], base: Mapping[str, Mapping[str, Any]], reference: str
+) -> tuple[str, ...]:
+    kl, top1 = (
+        Bootstrap({"text": sorted(found)}).interval({prompt: row[name] for prompt, row in found.items()})
+        for name in ("kl", "top1")
+    )
+    both = sorted(found.keys() & base.keys())
+    paired = Bootstrap({"text": both}).interval({p: found[p]["kl"] - base[p]["kl"] for p in both}) if both else ""
+    shifts = [row["shift"] for row in found.values() if "shift" in row]
     real, predicted = (
         f"{np.mean([np.mean(shift[name]) for shift in shifts]):.3f}" if shifts else "" for name in ("real", "predicted")
     )
-    shared = [row["overlap"]["dropkv"] for row in found if "dropkv" in row.get("overlap", {})]
-    return (*intervals, real, predicted, f"{np.mean(shared):.2f}" if shared else "")
+    shared = [row["overlap"][reference] for row in found.values() if reference in row.get("overlap", {})]
+    return (str(kl), str(paired), str(top1), real, predicted, f"{np.mean(shared):.2f}" if shared else "")
 
 
-def _mean(rows: Sequence[Mapping[str, Any]], name: str) -> float:
-    return float(np.mean([row[name] for row in rows]))
+def _mean(rows: Mapping[str, Mapping[str, Any]], name: str) -> float:
+    return float(np.mean([row[name] for row in rows.values()]))

@@ -38,7 +38,8 @@ class Summary:
         full: the full cache's, over the same prompts.
         against: score minus the reference method's on the same prompts, or None for the reference and the full cache.
         by_task: task -> (score, full cache's).
-        worst: the task with the smallest share of the full cache's score.
+        worst: the task with the smallest share of the full cache's score, or the largest distance where lower is
+            better.
         losing: share of prompts that lose more than 10 % of the full cache's score, of those where it has any.
         drift: mean new tokens minus the full cache's.
         kept, bytes: mean shares of tokens and of bytes.
@@ -103,7 +104,7 @@ def tables(rows: Sequence[Mapping[str, Any]], *, reference: str = "dropkv", meas
     Args:
         reference: the policy others are compared with at the same budget and regime; for methods without budgets,
             none.
-        measure: "score", or "nll" (lower is better) where no answers were generated.
+        measure: "score"; or "nll" or "kl", where lower is better, where no answers were generated.
 
     Raises:
         ValueError: no answers of the full cache, against which all is measured.
@@ -173,7 +174,7 @@ def _summary(
         full=bootstrap.interval(best),
         against=_against(scores, base, prompts, measure),
         by_task=by_task,
-        worst=min(by_task, key=lambda task: by_task[task][0].mean / max(by_task[task][1], 1e-9)),
+        worst=_worst(by_task, higher_is_better=measure == "score"),
         losing=losing_share(scores, best),
         drift=float(np.mean([answers[k].get("new_tokens", 0) - full[k].get("new_tokens", 0) for k in keys])),
         kept=float(np.mean([answers[key]["kept"] for key in keys])),
@@ -181,6 +182,12 @@ def _summary(
         nll=_nll(answers, full, prompts),
         prompts=len(keys),
     )
+
+
+def _worst(by_task: Mapping[str, tuple[Interval, float]], *, higher_is_better: bool) -> str:
+    if higher_is_better:
+        return min(by_task, key=lambda task: by_task[task][0].mean / max(by_task[task][1], 1e-9))
+    return max(by_task, key=lambda task: by_task[task][0].mean - by_task[task][1])
 
 
 def _against(

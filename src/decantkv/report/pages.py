@@ -41,6 +41,7 @@ class Panel:
     lines: list[dict[str, Any]]
     versus: list[tuple[str, list[str], list[list[str]]]]
     left_out: str = ""
+    measure: str = "score"
 
 
 @dataclass
@@ -91,7 +92,7 @@ def section(folder: Path, number: int) -> Section:
     )
     ids = _Cells(made, rows)
     for measure, label in _measures(rows):
-        for table in tables(_as_scores(rows, measure), measure="score"):
+        for table in tables(rows, measure=measure):
             for regime in REGIMES:
                 here = [s for s in table.summaries if s.regime == regime]
                 if here:
@@ -108,13 +109,6 @@ def _measures(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
     }
     wanted = ["score"] if "score" in have else ["kl"] if "kl" in have else ["nll"]
     return [(name, labels[name]) for name in wanted if name in have]
-
-
-def _as_scores(rows: Sequence[Mapping[str, Any]], measure: str) -> list[Mapping[str, Any]]:
-    """Rows whose score is the measure; lower-is-better ones are left out of no average."""
-    if measure == "score":
-        return list(rows)
-    return [{**row, "score": row[measure]} if measure in row else row for row in rows]
 
 
 class _Cells:
@@ -199,10 +193,11 @@ def _panel(
         title=f"{table.length:,} tokens",
         regime=regime,
         explains=REGIMES[regime],  # type: ignore[index]  # summaries carry known regimes
+        measure=label,
         chart=chart(whole, label=label, full=table.full.mean if scored else None),
         by_task=by_task if len(by_task) > 1 else [],
         lines=[_line(s, ids.link(s, name), rows, scored) for s in _ranked(summaries, scored)],
-        versus=_versus(summaries, _as_scores(rows, name)),
+        versus=_versus(summaries, rows, name),
         left_out=", ".join(f"{task} {score:.2f}" for task, score in table.left_out.items()) if scored else "",
     )
 
@@ -235,7 +230,7 @@ def _line(s: Summary, link: str, rows: Sequence[Mapping[str, Any]], scored: bool
 
 
 def _versus(
-    summaries: Sequence[Summary], rows: Sequence[Mapping[str, Any]]
+    summaries: Sequence[Summary], rows: Sequence[Mapping[str, Any]], measure: str
 ) -> list[tuple[str, list[str], list[list[str]]]]:
     """Method against method at each budget: the paired difference, row minus column, starred when clear of 0."""
     found = []
@@ -245,9 +240,9 @@ def _versus(
         names = [s.policy for s in summaries if s.budget == budget]
         scores: dict[str, dict[str, float]] = {name: {} for name in names}
         for r in rows:
-            here = r["row"] == "answer" and "score" in r and (r["regime"], r["budget"]) == (regime, budget)
+            here = r["row"] == "answer" and measure in r and (r["regime"], r["budget"]) == (regime, budget)
             if here and r["policy"] in scores and task_of[r["prompt"]][0] == length:
-                scores[r["policy"]][r["prompt"]] = r["score"]
+                scores[r["policy"]][r["prompt"]] = r[measure]
         tasks = sorted({task for s in summaries for task in s.by_task})
         matrix = [[_difference(scores[a], scores[b], tasks, task_of) if a != b else "" for b in names] for a in names]
         if len(names) > 1:

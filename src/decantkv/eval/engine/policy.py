@@ -92,7 +92,7 @@ def describe(policy: Policy, budget: str) -> str:
     if policy.kind != "evict":
         return policy.label
     settings = policy.settings(budget)
-    return f"{settings.method.describe()}, allocation={settings.allocation}, sinks={settings.sinks}"
+    return f"{settings.method.describe()}, allocation={settings.allocation.name}, sinks={settings.sinks}"
 
 
 def name_of(policy: Policy) -> str:
