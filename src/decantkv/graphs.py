@@ -3,6 +3,8 @@
 A step of a model's forward costs its kernels a few milliseconds and Python tens of them. Here the forward runs once
 under capture, with ids and positions in tensors that stay; afterwards only those are written and the graph replayed.
 Lengths live on the device and move inside the graph; what Python counts is counted beside it.
+
+A graph is trusted only after two of its steps gave what the plain forward gives: logits, new keys and lengths.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,22 +25,39 @@ Forward = Callable[..., Any]
 _FOLLOWED = frozenset({"input_ids", "position_ids", "attention_mask", "cache", "past_key_values", "cache_position"})
 
 
-class StepGraphs:
-    """The steps of one generation; falls back to the plain forward for whatever a graph cannot hold.
+CHECKED = 2  # steps: a graph that holds a length fast is right once
+
+
+@dataclass
+class Trust:
+    """Whether graphs of one run's model have been right so far.
 
     Attributes:
+        checked: steps that were compared and agreed.
+        broken: why graphs are no longer used, or None.
         replayed: steps that came from a graph.
     """
 
-    def __init__(self, layers: Sequence[CacheLayerMixin]) -> None:
-        self._layers = list(layers)
+    checked: int = 0
+    broken: str | None = None
+    replayed: int = 0
+
+    def give_up(self, reason: str) -> None:
+        """Decode without graphs from now on, and say so."""
+        self.broken = reason
+        warnings.warn(f"decoding goes on without a CUDA graph: {reason}", stacklevel=2)
+
+
+class StepGraphs:
+    """The steps of one generation; falls back to the plain forward for whatever a graph cannot hold."""
+
+    def __init__(self, layers: Sequence[CacheLayerMixin], trust: Trust) -> None:
+        self._layers, self._trust = list(layers), trust
         self._step: _Step | None = None
         self._warm = False
-        self.broken = False
-        self.replayed = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StepGraphs:
-        return StepGraphs([])  # a copy's tensors lie elsewhere; it decodes without graphs
+        return StepGraphs([], self._trust)  # a copy's tensors lie elsewhere; it decodes without graphs
 
     def forward(self, original: Forward, kwargs: dict[str, Any]) -> Any:
         """The model's forward, from the graph where this call is a step like those before it."""
@@ -49,6 +69,11 @@ class StepGraphs:
         if not self._warm or min(store.room for store in stores) < 1:
             self._step, self._warm = None, True  # the first step takes room and compiles; a full cache grows
             return original(**kwargs)
+        expected, before = None, None
+        if self._trust.checked < CHECKED:
+            before = self._snapshot()
+            expected = self._state(original(**kwargs).logits)
+            self._restore(before)
         if self._step is None or self._step.place != place:
             self._step = self._record(original, kwargs, place)
             if self._step is None:
@@ -57,12 +82,45 @@ class StepGraphs:
         else:
             self._step.replay(kwargs)
             self._count(1)
-        self.replayed += 1
-        return self._step.output()
+        out = self._step.output()
+        if expected is not None and before is not None:
+            if not _agree(expected, self._state(out.logits)):
+                self._trust.give_up("its step differs from the model's own forward")
+                self._step = None
+                self._restore(before)
+                return original(**kwargs)
+            self._trust.checked += 1
+        self._trust.replayed += 1
+        return out
+
+    def _state(self, logits: Tensor) -> list[Tensor]:
+        """What a step must agree in: logits, then each layer's lengths, newest keys and newest values."""
+        state = [logits.clone()]
+        for layer in self._layers:
+            if isinstance(layer, RaggedLayer) and layer.lanes is not None:
+                newest = layer.lanes.starts + layer.lanes.lens - 1
+                state += [layer.lanes.lens.clone(), layer.lanes.keys[newest], layer.lanes.values[newest]]
+        return state
+
+    def _snapshot(self) -> list[tuple[Tensor, int, int, int]]:
+        """Where every layer stands: what a step that went wrong is taken back to."""
+        return [
+            (layer.lanes.lens.clone(), layer.logical, layer.lanes.room, layer.lanes.appended)
+            for layer in self._layers
+            if isinstance(layer, RaggedLayer) and layer.lanes is not None
+        ]
+
+    def _restore(self, snapshot: Sequence[tuple[Tensor, int, int, int]]) -> None:
+        layers = [layer for layer in self._layers if isinstance(layer, RaggedLayer) and layer.lanes is not None]
+        for layer, (lens, logical, room, appended) in zip(layers, snapshot, strict=True):
+            if layer.lanes is not None:
+                layer.lanes.lens.copy_(lens)
+                layer.logical, layer.lanes.room, layer.lanes.appended = logical, room, appended
+            layer.forget_new()
 
     def _fits(self, kwargs: dict[str, Any]) -> bool:
         ids, position = kwargs.get("input_ids"), kwargs.get("position_ids")
-        if self.broken or not isinstance(ids, Tensor) or not isinstance(position, Tensor) or not ids.is_cuda:
+        if self._trust.broken or not isinstance(ids, Tensor) or not isinstance(position, Tensor) or not _on_gpu(ids):
             return False
         if ids.shape[1] != 1 or position.shape != ids.shape or torch.is_grad_enabled() or not self._layers:
             return False
@@ -83,17 +141,14 @@ class StepGraphs:
         ids, position = kwargs["input_ids"].clone(), kwargs["position_ids"].clone()
         plain = {name: x for name, x in kwargs.items() if not isinstance(x, Tensor)}
         graph = torch.cuda.CUDAGraph()
-        before = [_numbers(layer) for layer in self._layers]
+        before = self._snapshot()
         torch.cuda.synchronize(ids.device)
         try:
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 out = original(**plain, input_ids=ids, position_ids=position)
         except (RuntimeError, ValueError) as error:
-            for layer, numbers in zip(self._layers, before, strict=True):
-                _restore(layer, numbers)
-            self.broken = True
-            reason = str(error).strip().splitlines()[0]
-            warnings.warn(f"decoding goes on without a CUDA graph: {reason}", stacklevel=2)
+            self._restore(before)
+            self._trust.give_up(str(error).strip().splitlines()[0])
             return None
         return _Step(graph, ids, position, out, place)
 
@@ -124,14 +179,18 @@ class _Step:
         return out
 
 
-def _numbers(layer: CacheLayerMixin) -> tuple[int, int, int]:
-    lanes = layer.lanes if isinstance(layer, RaggedLayer) else None
-    return (0, 0, 0) if lanes is None or not isinstance(layer, RaggedLayer) else (
-        layer.logical, lanes.room, lanes.appended
-    )  # fmt: skip
+def _on_gpu(ids: Tensor) -> bool:
+    return ids.is_cuda
 
 
-def _restore(layer: CacheLayerMixin, numbers: tuple[int, int, int]) -> None:
-    if isinstance(layer, RaggedLayer) and layer.lanes is not None:
-        layer.logical, layer.lanes.room, layer.lanes.appended = numbers
-        layer.forget_new()
+def _agree(expected: Sequence[Tensor], got: Sequence[Tensor]) -> bool:
+    """Whether two steps are the same to rounding; whole numbers exactly."""
+    for x, y in zip(expected, got, strict=True):
+        if not x.is_floating_point():
+            if not torch.equal(x, y):
+                return False
+            continue
+        allowed = (1e-4 if x.dtype == torch.float32 else 2**-5) * float(x.abs().max())
+        if not float((x - y).abs().max()) <= allowed:  # NaN included
+            return False
+    return True

@@ -20,7 +20,7 @@ from decantkv.bounded import UNBOUNDED, Bounds, Decode
 from decantkv.budget import Budget
 from decantkv.cache import EvictingCache, cache_argument, check_model, decide, defer, deferred, give_up, new_recorder
 from decantkv.generating import check_chunks, first_the_prompt, is_chunked, number_chunk, refuse_continuous_batching
-from decantkv.graphs import StepGraphs
+from decantkv.graphs import StepGraphs, Trust
 from decantkv.interface import Hold, not_understood
 from decantkv.methods import Method
 from decantkv.needs import decoder_of
@@ -94,6 +94,7 @@ class Run:
         )  # refuse now what a prompt would be refused for
         self.settings, self.recorder, self.bounds = settings, new_recorder(settings), bounds
         self.thread = threading.get_ident()
+        self.trust = Trust()
         self._model: PreTrainedModel | None = model
         with _lock:
             attachment = _attached.get(model)
@@ -193,7 +194,8 @@ class _Attachment:
                 generation_config.cache_implementation = None
                 cache = model_kwargs[self._name] = self.active().new_cache()
                 cache.expect_length(generation_config.max_length or 0)
-                cache.steps = StepGraphs(cache.layers)
+                if self.active().bounds.decode != "model":
+                    cache.steps = StepGraphs(cache.layers, self.active().trust)
             chunk = self.active().bounds.prefill_chunk
             if chunk is not None and generation_config.prefill_chunk_size is None:
                 generation_config.prefill_chunk_size = chunk

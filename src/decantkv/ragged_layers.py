@@ -127,6 +127,7 @@ class RaggedLayer(EvictingLayer):
             return
         keys, values = self._prompt()
         self.lanes, self.kept = RaggedStore.from_kept(keys, values, kept), kept
+        self.lanes.reserve = self.reserve()
 
     def _renumber(self, kept: Kept, rotate: Rotate) -> None:
         if self.lanes is None:

@@ -1,0 +1,190 @@
+"""Steps from a graph. Without a GPU a tape stands in: it records operations with the memory they used, and plays them
+again on that memory, as a CUDA graph does; while it records, nothing happens."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import decantkv
+from decantkv import graphs, ragged
+from decantkv.cache import EvictingCache, cache_argument
+from tests import tiny
+
+STEPS = 12
+
+
+class Tape(TorchDispatchMode):
+    """Records every operation with its very tensors; `replay` writes its results where they were written before."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if "item" in str(func) or "_local_scalar" in str(func):
+            raise RuntimeError("operation not permitted when stream is capturing")
+        self.calls.append((func, args, kwargs or {}, out))
+        return out
+
+    def replay(self):
+        for func, args, kwargs, out in self.calls:
+            again = func(*args, **kwargs)
+
+            def put(old, new):
+                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+            for old, new in zip(*(x if isinstance(x, tuple | list) else [x] for x in (out, again)), strict=True):
+                put(old, new)
+
+
+@pytest.fixture
+def tape(monkeypatch):
+    """CUDA's capture in the tape's hands, and attention over lanes whose lengths stay on the device."""
+    tapes, stores = [], []
+
+    def attend(self, q, *, scale, softcap=None, sink_logits=None):
+        longest = self.keys.shape[0]
+        place = torch.arange(longest)
+        slots = (self.starts[:, None] + place).clamp_max(self.keys.shape[0] - 1)
+        k, v = (x[slots].view(self.batch, self.heads, longest, -1) for x in (self.keys, self.values))
+        seen = (place < self.lens[:, None]).view(self.batch, self.heads, 1, longest)
+        k, v, seen = (x.repeat_interleave(q.shape[1] // self.heads, 1) for x in (k, v, seen))
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)
+
+    @contextmanager
+    def capture(graph, **_):
+        held = [(x, x.clone()) for store in stores for x in store.tensors()]
+        try:
+            with graph:
+                yield
+            tapes.append(graph)
+        finally:
+            for x, before in held:
+                x.copy_(before)
+
+    init = ragged.RaggedStore.__init__
+
+    def noted(self, *args, **kwargs):
+        init(self, *args, **kwargs)
+        stores.append(self)
+
+    monkeypatch.setattr(ragged.RaggedStore, "__init__", noted)
+    monkeypatch.setattr(ragged.RaggedStore, "attend", attend)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Tape)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    monkeypatch.setattr(graphs, "_on_gpu", lambda ids: True)
+    return tapes
+
+
+INPUTS = {
+    "one": {"input_ids": tiny.prompt(100)},
+    "padded": tiny.left_padded([tiny.prompt(100, seed=1), tiny.prompt(45, seed=2)]),
+}
+
+
+def both(model, inputs, number=STEPS, **settings):
+    """Tokens with graphs, tokens by the model's own attention, and the run with graphs."""
+    options = {"max_new_tokens": number, "return_dict_in_generate": True, "output_logits": True, **tiny.GREEDY}
+    with decantkv.attach(model, budget=0.3, decode="model", **settings):
+        plain = model.generate(**inputs, **options)
+    with decantkv.attach(model, budget=0.3, decode="own", **settings) as run:
+        graphed = model.generate(**inputs, **options)
+    return plain, graphed, run
+
+
+@pytest.mark.parametrize("name", INPUTS)
+@pytest.mark.parametrize("allocation", ["uniform", "ada"])
+def test_steps_from_a_graph_are_the_models_steps(tape, name, allocation):
+    model = tiny.llama()
+    plain, graphed, run = both(model, INPUTS[name], allocation=allocation)
+    assert torch.equal(plain.sequences, graphed.sequences)
+    torch.testing.assert_close(torch.stack(graphed.logits), torch.stack(plain.logits), rtol=0, atol=2e-5)
+    assert run.trust.broken is None
+    assert run.trust.checked == 2
+    assert run.trust.replayed == STEPS - 2, "all but the prompt and the step that takes room"
+    assert len(tape) == 1
+    cache = graphed[cache_argument(model)]
+    assert cache.get_seq_length() == 100 + STEPS - 1
+
+
+def test_a_full_cache_grows_and_is_recorded_again(tape, monkeypatch):
+    monkeypatch.setattr(ragged, "ROOM", 5)
+    monkeypatch.setattr(EvictingCache, "expect_length", lambda self, length: None)
+    plain, graphed, run = both(tiny.llama(), INPUTS["one"], number=20)
+    assert torch.equal(plain.sequences, graphed.sequences)
+    assert len(tape) == 4
+    assert run.trust.broken is None
+
+
+def test_a_second_generation_is_not_checked_again(tape):
+    model = tiny.llama()
+    with decantkv.attach(model, budget=0.3, decode="own") as run:
+        first = model.generate(INPUTS["one"]["input_ids"], max_new_tokens=STEPS, **tiny.GREEDY)
+        forwards = []
+        hook = model.model.register_forward_pre_hook(lambda *_: forwards.append(1))
+        again = model.generate(INPUTS["one"]["input_ids"], max_new_tokens=STEPS, **tiny.GREEDY)
+        hook.remove()
+    assert torch.equal(first, again)
+    assert len(forwards) == 3, "the prompt, the step that takes room, and the recording"
+    assert run.trust.checked == 2
+
+
+def test_a_graph_that_is_wrong_is_found_out_and_left(tape, monkeypatch):
+    """A tape that forgets to move the lengths is right once."""
+
+    def forgetful(self):
+        for func, args, kwargs, out in self.calls:
+            if "add_" in str(func):
+                continue
+            new = func(*args, **kwargs)
+            if isinstance(out, torch.Tensor) and out.data_ptr() != new.data_ptr():
+                out.copy_(new)
+
+    monkeypatch.setattr(Tape, "replay", forgetful)
+    with pytest.warns(UserWarning, match="differs from the model's own forward"):
+        plain, graphed, run = both(tiny.llama(), INPUTS["one"])
+    assert torch.equal(plain.sequences, graphed.sequences)
+    assert run.trust.broken
+    assert run.trust.replayed == 0
+
+
+def test_a_step_that_cannot_be_recorded_goes_on_without(tape):
+    model = tiny.llama()
+    hook = model.model.layers[1].register_forward_hook(lambda m, a, out: float(out.sum()) and None)
+    with pytest.warns(UserWarning, match="not permitted when stream is capturing"):
+        plain, graphed, run = both(model, INPUTS["one"])
+    hook.remove()
+    assert torch.equal(plain.sequences, graphed.sequences)
+    assert run.trust.replayed == 0
+
+
+def test_forks_turns_and_other_outputs_leave_the_graph(tape):
+    model, ids, name = tiny.llama(), INPUTS["one"]["input_ids"], cache_argument(tiny.llama())
+    with decantkv.attach(model, budget=0.3, decode="own") as run:
+        out = model.generate(ids, max_new_tokens=6, return_dict_in_generate=True, **tiny.GREEDY)
+        fork = copy.deepcopy(out[name])
+        turn = torch.cat([out.sequences, tiny.prompt(5, seed=3)], 1)
+        second = [model.generate(turn, max_new_tokens=6, **{name: c}, **tiny.GREEDY) for c in (fork, out[name])]
+        assert torch.equal(*second)
+        replayed = run.trust.replayed
+        wide = model.generate(
+            ids, max_new_tokens=6, output_hidden_states=True, return_dict_in_generate=True, **tiny.GREEDY
+        )
+        assert run.trust.replayed == replayed
+    assert torch.equal(wide.sequences, out.sequences)
+
+
+def test_without_a_gpu_nothing_is_recorded():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _, _, run = both(tiny.llama(), INPUTS["one"])
+    assert (run.trust.checked, run.trust.replayed) == (0, 0)
