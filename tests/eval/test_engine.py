@@ -91,6 +91,15 @@ def test_forced_logits_are_those_of_one_forward_over_prompt_and_continuation(mod
         torch.testing.assert_close(alone[1], whole[:2], atol=2e-4, rtol=1e-4)
 
 
+def test_a_prompt_read_in_small_pieces_is_the_same_prompt(model, ids, read):
+    reader = Reader(model, rows=8, memory=1)
+    reader.chunk_of = lambda length: 7
+    for _ in reader.read(ids, [CUT]):
+        pass
+    torch.testing.assert_close(reader.reading().next_logits, read[0].next_logits, atol=1e-4, rtol=1e-4)
+    assert Reader(model, rows=8, memory=2**20).chunk_of(10_000) < Reader(model, rows=8, memory=2**32).chunk_of(10_000)
+
+
 def test_masked_keys_have_no_influence_whatever_they_hold(model, ids, read):
     reading, kept = read
     rows = [Row(reading, PROMPT, (), kept[name, PROMPT], max_new_tokens=NEW) for name in ("adadropkv", "dropkv")]

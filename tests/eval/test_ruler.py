@@ -5,13 +5,15 @@ import json
 import os
 import random
 import re
+import sys
+import types
 from collections import Counter
 
 import pytest
 from transformers import AutoTokenizer
 
 from decantkv.eval.chat import ChatFormat
-from decantkv.eval.ruler import TASKS, Series, Sources, load_haystack, load_questions
+from decantkv.eval.ruler import TASKS, Series, Sources, hub_questions, load_haystack, load_questions
 from decantkv.eval.ruler.fit import Fit
 from decantkv.eval.ruler.haystack import Haystack
 from decantkv.eval.ruler.tasks import NEEDLES
@@ -195,6 +197,24 @@ def test_a_haystack_is_its_words_without_the_licence(sources, tmp_path):
         assert not any(s.endswith("Mr.") for s in sentences[:-1])
     (tmp_path / "essays.json").write_text(json.dumps({"text": "Many words. " * 60}))
     assert len(load_haystack(tmp_path / "essays.json").words) == 120
+
+
+def test_the_hubs_rows_are_the_files_questions(sources, monkeypatch):
+    rows = [
+        {"title": "A", "context": f"p{i}", "question": f"q{i}", "answers": {"text": ["p"] if i else []}}
+        for i in range(3)
+    ]
+    hotpot = [{"question": "Q", "answer": "x", "context": {"title": ["T"], "sentences": [["a ", "x"]]}}]
+    hub = types.ModuleType("datasets")
+    hub.load_dataset = lambda name, part, split: {"rajpurkar/squad_v2": rows, "hotpotqa/hotpot_qa": hotpot}[name]
+    monkeypatch.setitem(sys.modules, "datasets", hub)
+    squad = hub_questions("qa_1")
+    assert [q.text for q in squad.questions] == ["q1", "q2"]
+    assert [squad.documents[i] for i in squad.questions[0].related] == ["p0", "p2"]
+    assert hub_questions("qa_2").documents == ("T\na x",)
+    hub.load_dataset = None
+    with pytest.raises(ValueError, match="--hotpot FILE"):
+        hub_questions("qa_2")
 
 
 def test_passages_with_a_gold_document_each_are_read_from_gz(tmp_path):

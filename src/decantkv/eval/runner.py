@@ -106,8 +106,9 @@ class Runner:
         self.policies = {policy.label: policy for policy in plan.policies}
         asked = [policy.settings("1.0") for policy in plan.policies if policy.kind == "evict"]
         needs = frozenset(need for settings in asked for need in settings.method.needs)
-        self.reader = Reader(model, rows=max((settings.rows for settings in asked), default=1), needs=needs)
         self.memory = free_memory(model.device) * 3 // 5 if memory is None else memory
+        rows = max((settings.rows for settings in asked), default=1)
+        self.reader = Reader(model, rows=rows, needs=needs, memory=self.memory // 4)
         self.graphs = model.device.type == "cuda" if graphs is None else graphs
         self.max_rows = max_rows or (256 if model.device.type == "cuda" else 48)  # a CPU gains little beyond
         self._newline = _newline_tokens(form.tokenizer)

@@ -131,11 +131,12 @@ class Session:
         names = [ruler.check_task(name) for name in self.tasks or ruler.TASKS]
         if haystack is None and any(ruler.Sources().missing(name) for name in names if name.startswith("niah")):
             haystack = ruler.hub_haystack()
-        return ruler.Sources(
-            haystack=haystack,
-            qa_1=ruler.load_questions(given.squad) if given.squad is not None else None,
-            qa_2=ruler.load_questions(given.hotpot) if given.hotpot is not None else None,
-        )
+        questions = {
+            name: ruler.load_questions(file) if file is not None else ruler.hub_questions(name)
+            for name, file in (("qa_1", given.squad), ("qa_2", given.hotpot))
+            if name in names
+        }
+        return ruler.Sources(haystack, questions.get("qa_1"), questions.get("qa_2"))
 
     def _prompts(self, form: ChatFormat, texts: ruler.Sources) -> Iterator[Prompt]:
         """Every prompt of the run, tasks taking turns, so that a run that stops early is balanced."""

@@ -97,14 +97,14 @@ class Reader:
     Args:
         rows: how many of the last queries the policies' methods look at, at most.
         needs: what the methods name as theirs.
-        chunk: tokens of one forward.
+        memory: bytes that a forward's activations and mask may take.
     """
 
     def __init__(
-        self, model: PreTrainedModel, *, rows: int, needs: frozenset[Need] = frozenset(), chunk: int = 32768
+        self, model: PreTrainedModel, *, rows: int, needs: frozenset[Need] = frozenset(), memory: int = 2**34
     ) -> None:
         check_model(model)
-        self.model, self.rows, self.chunk = model, max(rows, 1), chunk
+        self.model, self.rows, self.memory = model, max(rows, 1), memory
         self._needs = needs
         self._rotate = rotation(model) if "rotate" in needs else None
         self._name = cache_argument(model)
@@ -130,6 +130,7 @@ class Reader:
         cache.layers = list(self._watched)
         cache.layer_class_to_replicate = None
         tokens = torch.tensor([list(ids)], device=self.model.device)
+        self.chunk = self.chunk_of(len(ids))
         hold = Hold(self.model)
         try:
             begin = 0
@@ -139,6 +140,15 @@ class Reader:
         finally:
             interface.forget()
             hold.close()
+
+    def chunk_of(self, length: int) -> int:
+        """Tokens of one forward of a prompt, so that its activations and mask fit the memory."""
+        config = text_config(self.model)
+        hidden = int(config.hidden_size)
+        wide = int(getattr(config, "intermediate_size", None) or 4 * hidden)
+        width = 4 * (8 * hidden + 3 * wide)  # bytes a token, at most 4 a number
+        mask = 7 * length  # bytes a token: a bool, and what a backend makes of it
+        return max(256, min(32768, self.memory // (width + mask)))
 
     def reading(self) -> Reading:
         """The prompt just read."""

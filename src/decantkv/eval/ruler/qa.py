@@ -16,6 +16,9 @@ from decantkv.eval.ruler.draft import Draft
 _ORDER = "Answer the question based on the given documents. Only give me the answer and do not output any other words."
 
 
+_Item = tuple[str, tuple[str, ...], list[str], list[str]]  # question, answers, gold documents, related documents
+
+
 @dataclass(frozen=True)
 class Question:
     """A question over documents, which are given by number."""
@@ -103,7 +106,46 @@ def load_questions(source: str | Path) -> QuestionSet:
         ) from error
 
 
-_Item = tuple[str, tuple[str, ...], list[str], list[str]]  # question, answers, gold documents, related documents
+HUB = {"qa_1": ("rajpurkar/squad_v2", None), "qa_2": ("hotpotqa/hotpot_qa", "distractor")}
+
+
+def hub_questions(task: str) -> QuestionSet:
+    """RULER's own questions from the Hugging Face hub: SQuAD 2's and HotpotQA's development sets.
+
+    Raises:
+        ValueError: the package datasets is missing, or the hub is out of reach.
+    """
+    name, part = HUB[task]
+    option = "--squad" if task == "qa_1" else "--hotpot"
+    try:
+        from datasets import load_dataset
+
+        rows = list(load_dataset(name, part, split="validation"))
+    except Exception as error:
+        raise ValueError(
+            f"questions: the hub's {name} cannot be read ({type(error).__name__}: {error}); "
+            f"give a file of your own with {option} FILE"
+        ) from error
+    items = [_from_hotpot(row) for row in rows] if task == "qa_2" else _from_squad_rows(rows)
+    digest = hashlib.sha256(json.dumps(items).encode()).hexdigest()
+    return _number(name, digest, items)
+
+
+def _from_squad_rows(rows: list[Any]) -> list[_Item]:
+    """The hub's flat rows: one a question, with its paragraph and its article's title."""
+    articles: dict[str, dict[str, None]] = {}
+    for row in rows:
+        articles.setdefault(row["title"], {})[row["context"]] = None
+    return [
+        (
+            row["question"],
+            tuple(row["answers"]["text"]),
+            [row["context"]],
+            [other for other in articles[row["title"]] if other != row["context"]],
+        )
+        for row in rows
+        if row["answers"]["text"]
+    ]
 
 
 def _items(text: str) -> list[_Item]:
