@@ -18,7 +18,7 @@ LAYERS = [
     {"scoring", "kernels", "allocation"},
     {"methods"},
     {"selection", "api", "needs"},
-    {"settings", "records", "masks", "ragged"},
+    {"settings", "records", "masks", "ragged", "inner"},
     {"interface", "generating", "bounded"},
     {"layers", "evicting"},
     {"ragged_layers"},
@@ -86,7 +86,7 @@ def test_only_the_integration_knows_transformers():
         "eval",
         "bench",
     }
-    allowed |= {"graphs", "files", "joining", "evicting", "ragged_layers", "show", "cli"}
+    allowed |= {"inner", "graphs", "files", "joining", "evicting", "ragged_layers", "show", "cli"}
     for path in files():
         names = {n.module or "" for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.ImportFrom)}
         if any(name.split(".")[0] == "transformers" for name in names):

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from decantkv.allocation import UNIFORM, Shared
 from decantkv.budget import count
+from decantkv.inner import Inner, check_inner
 from decantkv.options import Span, expect_choice, expect_int
 from decantkv.ranking import FILLER
 from decantkv.scoring.window import AttentionWindow
@@ -40,6 +41,8 @@ class Bounds:
         protect_prompt: what the prompt's eviction kept stays for good.
         decode: who attends to what was kept: "model", the model's own attention, through masks; "own", attention that
             takes lengths and runs inside CUDA graphs; "auto": "own" on CUDA where the kernels are installed.
+        store: where kept tokens live: "plain" buffers, or a layer of transformers' own: "fp8" or "static". The latter
+            two are for allocations that give heads equally many tokens, and leave attention to the model.
     """
 
     prefill_chunk: int | None = None
@@ -48,6 +51,7 @@ class Bounds:
     decode_budget: int | None = None
     protect_prompt: bool = False
     decode: Decode = "auto"
+    store: Inner = "plain"
 
     def check(self, settings: Settings) -> Bounds:
         """These bounds, if they can be held under the settings.
@@ -59,6 +63,11 @@ class Bounds:
             if getattr(self, name) is not None:
                 expect_int(name, getattr(self, name), at_least=1)
         expect_choice("decode", self.decode, get_args(Decode))
+        expect_choice("store", self.store, get_args(Inner))
+        check_inner(self.store)
+        if self.store != "plain" and (self.decode == "own" or settings.allocation.ragged):
+            other = "decode='own'" if self.decode == "own" else f"allocation={settings.allocation.name!r}"
+            raise ValueError(f"store: expected 'plain' beside {other}, got {self.store!r}")
         method = settings.method
         always = method.window + settings.sinks
         if self.max_kv_tokens is not None:
@@ -92,8 +101,9 @@ class Bounds:
 
     def own(self, device: torch.device) -> bool:
         """Whether layers on a device attend for themselves."""
-        return self.decode == "own" or (
-            self.decode == "auto" and device.type == "cuda" and find_spec("triton") is not None
+        return self.store == "plain" and (
+            self.decode == "own"
+            or (self.decode == "auto" and device.type == "cuda" and find_spec("triton") is not None)
         )
 
 

@@ -73,7 +73,7 @@ class SlackStore:
 
     def offload(self) -> None:
         """To the CPU, slack left behind."""
-        self._home = self._keys.device
+        self._home = self.buffers()[0].device
         self.each(lambda x: x.to("cpu"))
 
     def prefetch(self) -> None:

@@ -23,6 +23,7 @@ from decantkv.bounded import UNBOUNDED, Bounds, Decode
 from decantkv.budget import Budget
 from decantkv.evicting import EvictingLayer
 from decantkv.graphs import StepGraphs
+from decantkv.inner import Inner
 from decantkv.interface import Hold
 from decantkv.joining import join
 from decantkv.layers import PromptLayer, gather, window_of
@@ -83,6 +84,7 @@ class EvictingCache(DynamicCache):
         decode_budget: int | None = None,
         protect_prompt: bool = False,
         decode: Decode = "auto",
+        store: Inner = "plain",
         **options: Any,
     ) -> None:
         """Check everything and prepare empty layers; the model's parameters are not touched.
@@ -96,8 +98,8 @@ class EvictingCache(DynamicCache):
             sinks: first tokens always kept; None takes the method's own.
             protect: spans (start, stop) of prompt positions always kept.
             impl: "auto", "reference", "torch" or "triton".
-            prefill_chunk, max_kv_tokens, every, decode_budget, protect_prompt, decode: see `Bounds`; the first is for
-                `attach`, a loop of one's own gives its chunks under `deferred`.
+            prefill_chunk, max_kv_tokens, every, decode_budget, protect_prompt, decode, store: see `Bounds`; the first is
+                for `attach`, a loop of one's own gives its chunks under `deferred`.
 
         Raises:
             TypeError, ValueError: an argument out of its range.
@@ -106,7 +108,9 @@ class EvictingCache(DynamicCache):
         settings = Settings.parse(
             method, budget=budget, allocation=allocation, sinks=sinks, protect=protect, impl=impl, **options
         )
-        bounds = Bounds(prefill_chunk, max_kv_tokens, every, decode_budget, protect_prompt, decode).check(settings)
+        bounds = Bounds(prefill_chunk, max_kv_tokens, every, decode_budget, protect_prompt, decode, store).check(
+            settings
+        )
         self._prepare(model, settings, new_recorder(settings), bounds)
 
     @classmethod

@@ -39,7 +39,7 @@ class EvictingLayer(PromptLayer):
         bounds: Bounds = UNBOUNDED,
     ) -> None:
         super().__init__(layer_idx, cache_id, settings.rows)
-        self.bounds, self.listens = bounds, bounds.every is not None
+        self.bounds, self.listens, self.inner = bounds, bounds.every is not None, bounds.store
         self.trail: Trail | None = None  # of a prompt that was thinned while it came
         self.frame: Tensor | None = None  # [B, 3] on the CPU: a row's first position, its prompt's end, tokens at most
         self.recent: list[Tensor] = []  # the last queries, [B, HQ, ≤ w, D] together, where answers are evicted

@@ -21,6 +21,7 @@ from decantkv.budget import Budget
 from decantkv.cache import EvictingCache, cache_argument, check_model, decide, defer, deferred, give_up, new_recorder
 from decantkv.generating import check_chunks, first_the_prompt, is_chunked, number_chunk, refuse_continuous_batching
 from decantkv.graphs import StepGraphs, Trust
+from decantkv.inner import Inner
 from decantkv.interface import Hold, not_understood
 from decantkv.methods import Method
 from decantkv.needs import decoder_of
@@ -47,6 +48,7 @@ def attach(
     decode_budget: int | None = None,
     protect_prompt: bool = False,
     decode: Decode = "auto",
+    store: Inner = "plain",
     **options: Any,
 ) -> Run:
     """From here on, prompts that `model` reads keep only `budget` of their cache.
@@ -73,6 +75,8 @@ def attach(
         decode: "model": the model's own attention reads what was kept; "own": attention that takes lengths instead of
             masks, and on CUDA steps of `generate` that are replayed as a CUDA graph; "auto": "own" on CUDA.
 
+        store: "plain", or where kept tokens live inside a layer of transformers' own: "fp8" or "static".
+
     Raises:
         TypeError, ValueError: an argument out of its range.
         UnsupportedModelError: a model whose attention cannot be followed.
@@ -81,7 +85,7 @@ def attach(
         method, budget=budget, allocation=allocation, sinks=sinks, protect=protect, impl=impl, **options
     )
     check_model(model)
-    bounds = Bounds(prefill_chunk, max_kv_tokens, every, decode_budget, protect_prompt, decode).check(settings)
+    bounds = Bounds(prefill_chunk, max_kv_tokens, every, decode_budget, protect_prompt, decode, store).check(settings)
     return Run(model, settings, bounds)
 
 

@@ -19,6 +19,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from decantkv import interface
 from decantkv.buffers import SlackStore
+from decantkv.inner import Inner, make_store
 from decantkv.interface import AttentionCall, not_understood
 from decantkv.masks import PromptMask, hide_filler, read_prompt_mask, refit
 from decantkv.needs import output_projection
@@ -42,6 +43,7 @@ class PromptLayer(CacheLayerMixin):
     is_sliding = False
     supports_early_init = False
     wants_every_query = False  # a method looks at all of the prompt's queries
+    inner: Inner = "plain"  # where kept tokens live
     uneven = False  # layers of one cache may store different numbers of tokens
 
     def __init__(self, layer_idx: int, cache_id: int, rows: int) -> None:
@@ -204,7 +206,7 @@ class PromptLayer(CacheLayerMixin):
 
     def fill(self, keys: Tensor, values: Tensor) -> None:
         """Make keys [B, H, K, D] and values [B, H, K, Dv] the layer's storage, without another copy."""
-        self.store = SlackStore(keys, values, reserve=self.reserve())
+        self.store = make_store(keys, values, self.inner, reserve=self.reserve())
 
     def reserve(self) -> int:
         """New tokens to take room for at once; 0 where nobody said how many will come."""
