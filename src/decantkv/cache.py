@@ -134,6 +134,7 @@ class EvictingCache(DynamicCache):
         shared = twice or getattr(config, "kv_lora_rank", None) is not None
         if shared and settings.allocation.ragged:
             raise must_share(settings.allocation.name)
+        _check_spread(model, settings, shared)
         rotate = rotation(model) if "rotate" in settings.method.needs else None
 
         # layers that may attend for themselves; one set for heads that share a latent leaves that to the model
@@ -289,6 +290,17 @@ def check_model(model: object) -> None:
         raise interface.UnsupportedModelError(
             f"model: expected one that works with transformers' own caches, got {type(model).__name__}, which in "
             f"transformers {transformers.__version__} needs a cache of its own"
+        )
+
+
+def _check_spread(model: PreTrainedModel, settings: Settings, shared: bool) -> None:
+    """Each process of a tensor-parallel model sees its own heads and decides about them alone."""
+    parts, rule = getattr(model, "_tp_size", None) or 1, settings.allocation
+    if parts > 1 and (shared or settings.method.shared_by_heads or rule.ragged or rule.name == "shared"):
+        name = "shared" if shared or settings.method.shared_by_heads else rule.name
+        raise ValueError(
+            f"allocation: expected 'uniform' or 'pyramid' for a model spread over {parts} processes, each of which "
+            f"sees its own heads alone, got {name!r}, which looks across heads"
         )
 
 
