@@ -98,7 +98,8 @@ def expected_mass(win: AttentionWindow, mean: Tensor, covariance: Tensor | None,
     """Expected Attention's weight under normal queries: softmax over keys of c·μᵀk + c²/2·kᵀΣk, mean over the group.
 
     Args:
-        mean: μ, [B, HQ, D]; covariance: Σ, [B, HQ, D, D], both in at least float32, or None for the mean alone. c is the scale.
+        mean: μ, [B, HQ, D]; covariance: Σ, [B, HQ, D, D], both in at least float32, or None for the mean alone. c is
+            the scale.
         first: the first real keys, which take no part in the softmax and score 0; pads likewise.
         v_norm: multiply by ‖v_j‖.
 

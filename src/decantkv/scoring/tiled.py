@@ -42,7 +42,7 @@ def perturbation(win: AttentionWindow, *, reduce: str = "sum", weigh: str = "val
     scores = torch.empty(win.k.shape[:3], dtype=torch.float32, device=win.k.device)
     for start, stop, s in _tiles(win):
         v = _rows_of(win.v, start, stop)
-        cross = (a if metric is None else a @ metric) @ v.mT
+        cross = _times(a if metric is None else a @ metric, v.mT)
         distance = a_norm[..., None] + _squared_norm(v, metric)[..., None, :] - 2 * cross
         cost = _odds(s, state, start).square_().mul_(distance.clamp_min_(0))
         scores[:, :, start:stop] = _reduce(cost, reduce)
@@ -72,7 +72,7 @@ def alignment(win: AttentionWindow, *, reduce: str = "sum") -> Tensor:
     direction = a / norm.where(norm > 0, 1.0)
     scores = torch.empty(win.k.shape[:3], dtype=torch.float32, device=win.k.device)
     for start, stop, p in _weights(win, state, "none", 1):
-        scores[:, :, start:stop] = _reduce(p.mul_(direction @ _rows_of(win.v, start, stop).mT), reduce)
+        scores[:, :, start:stop] = _reduce(p.mul_(_times(direction, _rows_of(win.v, start, stop).mT)), reduce)
     return _flush_tiny(scores)
 
 
@@ -84,10 +84,10 @@ def chunk_alignment(
     droppable = win.droppable(chunk)[:, None, None, None]
     u = torch.zeros(*state.top.shape, win.v.shape[3], dtype=state.m_top.dtype, device=win.k.device)
     for start, stop, p in _weights(win, state, row_pool, kernel_size):
-        u += p.mul_(droppable[..., start:stop]) @ _rows_of(win.v, start, stop)
+        u += _times(p.mul_(droppable[..., start:stop]), _rows_of(win.v, start, stop))
     scores = torch.empty(win.k.shape[:3], dtype=torch.float32, device=win.k.device)
     for start, stop, p in _weights(win, state, row_pool, kernel_size):
-        scores[:, :, start:stop] = _reduce(p.mul_(u @ _rows_of(win.v, start, stop).mT), reduce)
+        scores[:, :, start:stop] = _reduce(p.mul_(_times(u, _rows_of(win.v, start, stop).mT)), reduce)
     return _flush_tiny(win.chunk_sums(scores, chunk))
 
 
@@ -124,6 +124,11 @@ def _rows_of(x: Tensor, start: int, stop: int) -> Tensor:
     return tile.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def _times(rows: Tensor, shared: Tensor) -> Tensor:
+    """[B, H, g, w, A] times [B, H, 1, A, C], the rows of a KV head side by side: nothing is repeated for each."""
+    return (rows.flatten(2, 3) @ shared[:, :, 0]).view(*rows.shape[:4], shared.shape[-1])
+
+
 def _tiles(win: AttentionWindow) -> Iterator[tuple[int, int, Tensor]]:
     """Tiles of keys with their logits [B, H, g, w, T], −inf where a row does not see a key."""
     q = win.grouped_q().to(_dtype(win)) * win.scale
@@ -134,7 +139,7 @@ def _tiles(win: AttentionWindow) -> Iterator[tuple[int, int, Tensor]]:
 
 
 def _logits(win: AttentionWindow, q: Tensor, start: int, stop: int) -> Tensor:
-    s: Tensor = q @ _rows_of(win.k, start, stop).mT
+    s = _times(q, _rows_of(win.k, start, stop).mT)
     if win.softcap is not None:
         s = s.div_(win.softcap).tanh_().mul_(win.softcap)
     return s.masked_fill_(~win.visible(start, stop), -torch.inf)
@@ -165,7 +170,7 @@ def _fold(win: AttentionWindow) -> RowState:
         s = s.scatter_(-1, top[..., None], -torch.inf)
         m_rest = s.amax(-1)
         e = torch.exp(s - _finite(m_rest)[..., None])
-        tile = RowState(m_top, top + start, m_rest, e.sum(-1), e @ _rows_of(win.v, start, stop))
+        tile = RowState(m_top, top + start, m_rest, e.sum(-1), _times(e, _rows_of(win.v, start, stop)))
         state = tile if state is None else _merge(win, state, tile)
     if state is None:
         raise ValueError("k: expected at least one key, got none")
