@@ -96,7 +96,10 @@ def score_blocks(
     narrow = narrow or (one_pass and (block > 32 or not bf16 or not device.warpgroups))
     row_bytes = (bd + 2 * bdv) * itemsize * (2 if rows > tile else 1)
     warps = 4 if block <= 32 and not narrow else 8
-    return _fit(block, 32 if narrow else 64, row_bytes, (bd + bdv) * itemsize, warps, 3, device)
+    keys = 32 if narrow else 64
+    if rows > tile and not device.warpgroups:
+        keys = 16
+    return _fit(block, keys, row_bytes, (bd + bdv) * itemsize, warps, 3, device)
 
 
 def split_keys(n_keys: int, groups: int, block: int, device: Device, *, per_processor: int = 2) -> tuple[int, int]:
