@@ -24,7 +24,7 @@ LAYERS = [
     {"ragged_layers"},
     {"files", "joining", "graphs"},
     {"cache"},
-    {"observation", "integration"},
+    {"observation", "integration", "planning"},
     {"models"},
     {"theory", "eval", "bench"},
     {"report", "show"},
@@ -86,7 +86,7 @@ def test_only_the_integration_knows_transformers():
         "eval",
         "bench",
     }
-    allowed |= {"inner", "graphs", "files", "joining", "evicting", "ragged_layers", "show", "cli"}
+    allowed |= {"planning", "inner", "graphs", "files", "joining", "evicting", "ragged_layers", "show", "cli"}
     for path in files():
         names = {n.module or "" for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.ImportFrom)}
         if any(name.split(".")[0] == "transformers" for name in names):

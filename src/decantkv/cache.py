@@ -15,7 +15,7 @@ import torch
 import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 
 from decantkv import files, interface
 from decantkv.allocation import AllocationRule
@@ -98,8 +98,8 @@ class EvictingCache(DynamicCache):
             sinks: first tokens always kept; None takes the method's own.
             protect: spans (start, stop) of prompt positions always kept.
             impl: "auto", "reference", "torch" or "triton".
-            prefill_chunk, max_kv_tokens, every, decode_budget, protect_prompt, decode, store: see `Bounds`; the first is
-                for `attach`, a loop of one's own gives its chunks under `deferred`.
+            prefill_chunk, max_kv_tokens, every, decode_budget, protect_prompt, decode, store: see `Bounds`; the
+                first is for `attach`, a loop of one's own gives its chunks under `deferred`.
 
         Raises:
             TypeError, ValueError: an argument out of its range.
@@ -320,6 +320,14 @@ def layer_devices(model: PreTrainedModel, number: int) -> list[torch.device]:
     return devices
 
 
+def is_full(layer: CacheLayerMixin, config: Any) -> bool:
+    """Whether transformers' layer keeps every token: full attention, or a window as long as the model's context."""
+    if type(layer) is DynamicLayer:
+        return True
+    window, context = getattr(layer, "sliding_window", None), getattr(config, "max_position_embeddings", None)
+    return isinstance(window, int) and isinstance(context, int) and window >= context
+
+
 def replace_layers(cache: DynamicCache, model: PreTrainedModel, new: Callable[[int], PromptLayer]) -> int:
     """Put new layers in place of the cache's full-attention ones; return how many others stay.
 
@@ -329,7 +337,7 @@ def replace_layers(cache: DynamicCache, model: PreTrainedModel, new: Callable[[i
     if not cache.layers:
         cache.layers = [DynamicLayer() for _ in range(text_config(model).num_hidden_layers)]
     cache.layer_class_to_replicate = None
-    full = [i for i, layer in enumerate(cache.layers) if type(layer) is DynamicLayer]
+    full = [i for i, layer in enumerate(cache.layers) if is_full(layer, text_config(model))]
     if not full:
         raise ValueError(
             f"model: expected at least one full-attention layer, got {type(model).__name__} whose layers all have "

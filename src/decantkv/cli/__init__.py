@@ -24,8 +24,12 @@ app = typer.Typer(
 # click's base of usage errors, which typer brings along from some version on and imports in others
 UsageProblem: Any = typer.BadParameter.__mro__[2]
 
-COMMANDS = ("decantkv.cli.generate", "decantkv.cli.methods")  # register themselves on `app`
-FUNCTIONS = {"verify": "decantkv.theory.cli", "show": "decantkv.show.cli", "report": "decantkv.report.cli"}  # a function of that name
+COMMANDS = ("decantkv.cli.generate", "decantkv.cli.methods", "decantkv.cli.plan")  # register themselves on `app`
+FUNCTIONS = {
+    "verify": "decantkv.theory.cli",
+    "show": "decantkv.show.cli",
+    "report": "decantkv.report.cli",
+}  # a function of that name
 GROUPS = {"eval": "decantkv.eval.cli", "bench": "decantkv.bench.cli"}  # an `app` of their own
 
 
