@@ -183,6 +183,26 @@ def test_forks_turns_and_other_outputs_leave_the_graph(tape):
     assert torch.equal(wide.sequences, out.sequences)
 
 
+def test_beams_move_rows_about_and_are_not_recorded_each_step(tape):
+    model, ids = tiny.llama(), INPUTS["one"]["input_ids"]
+    options = {"max_new_tokens": STEPS, "num_beams": 3, **tiny.GREEDY}
+    with decantkv.attach(model, budget=0.3, decode="model"):
+        plain = model.generate(ids, **options)
+    with decantkv.attach(model, budget=0.3, decode="own"):
+        assert torch.equal(model.generate(ids, **options), plain)
+    assert len(tape) == 1
+
+
+def test_a_cache_of_ones_own_is_stepped_by_graphs_too(tape):
+    model, ids, name = tiny.llama(), INPUTS["one"]["input_ids"], cache_argument(tiny.llama())
+    with decantkv.attach(model, budget=0.3, decode="own") as run:
+        theirs = model.generate(ids, max_new_tokens=STEPS, **tiny.GREEDY)
+        before = run.trust.replayed
+        out = model.generate(ids, max_new_tokens=STEPS, **{name: run.new_cache()}, **tiny.GREEDY)
+        assert run.trust.replayed == before + STEPS - 2
+    assert torch.equal(out, theirs)
+
+
 def test_without_a_gpu_nothing_is_recorded():
     with warnings.catch_warnings():
         warnings.simplefilter("error")

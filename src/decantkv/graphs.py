@@ -69,12 +69,15 @@ class StepGraphs:
         if not self._warm or min(store.room for store in stores) < 1:
             self._step, self._warm = None, True  # the first step takes room and compiles; a full cache grows
             return original(**kwargs)
+        if self._step is not None and self._step.place != place:
+            self._step, self._layers = None, []  # rows move about, as beams do: every step would be recorded anew
+            return original(**kwargs)
         expected, before = None, None
         if self._trust.checked < CHECKED:
             before = self._snapshot()
             expected = self._state(original(**kwargs).logits)
             self._restore(before)
-        if self._step is None or self._step.place != place:
+        if self._step is None:
             self._step = self._record(original, kwargs, place)
             if self._step is None:
                 return original(**kwargs)

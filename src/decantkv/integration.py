@@ -196,9 +196,11 @@ class _Attachment:
                         f"cache_implementation: expected none beside attach, which brings its own cache, got {asked!r}"
                     )
                 generation_config.cache_implementation = None
-                cache = model_kwargs[self._name] = self.active().new_cache()
+                model_kwargs[self._name] = self.active().new_cache()
+            cache = model_kwargs.get(self._name)
+            if isinstance(cache, EvictingCache):
                 cache.expect_length(generation_config.max_length or 0)
-                if self.active().bounds.decode != "model":
+                if cache.steps is None and cache.bounds.decode != "model":
                     cache.steps = StepGraphs(cache.layers, self.active().trust)
             chunk = self.active().bounds.prefill_chunk
             if chunk is not None and generation_config.prefill_chunk_size is None:

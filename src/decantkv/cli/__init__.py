@@ -30,7 +30,11 @@ FUNCTIONS = {
     "show": "decantkv.show.cli",
     "report": "decantkv.report.cli",
 }  # a function of that name
-GROUPS = {"eval": "decantkv.eval.cli", "bench": "decantkv.bench.cli"}  # an `app` of their own
+GROUPS = {  # an `app` of their own
+    "eval": "decantkv.eval.cli",
+    "bench": "decantkv.bench.cli",
+    "generation": "decantkv.bench.generation_cli",
+}
 
 
 @functools.cache
