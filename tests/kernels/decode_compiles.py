@@ -50,7 +50,7 @@ def compiled(target, device, dim, dtype, rows, *, new=1, itemsize=2, chunk=512):
 
 
 def spilled(kernel, target):
-    """Bytes of local memory, by the disassembler on NVIDIA and by the assembly's own note on AMD."""
+    """Bytes of stack a thread, by the disassembler on NVIDIA and by the assembly's own note on AMD."""
     if target.backend == "hip":
         notes = [line for line in kernel.asm["amdgcn"].splitlines() if ".vgpr_spill_count:" in line]
         return int(notes[0].split(":")[1])
@@ -59,7 +59,7 @@ def spilled(kernel, target):
         file.write(kernel.asm["cubin"])
         file.flush()
         usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    return int(usage.split("LOCAL:")[1].split()[0].strip(","))
+    return int(usage.split("STACK:")[1].split()[0])
 
 
 def main(names):

@@ -91,7 +91,8 @@ def decode_blocks(rows: int, dim: int, v_dim: int, itemsize: int, chunk: int, de
         stages = min(stages, 2)
     while rows * padded_dim(dim) * itemsize + stages * keys * key_bytes > device.shared_bytes and keys > 16:
         stages, keys = (stages - 1, keys) if stages > 2 else (stages, keys // 2)
-    return Blocks(rows, keys, 4, stages)
+    warps = 8 if rows >= 64 and device.backend == "cuda" else 4  # four hold too few registers for so many rows
+    return Blocks(rows, keys, warps, stages)
 
 
 def attend(
