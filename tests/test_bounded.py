@@ -229,6 +229,7 @@ def test_a_budget_above_the_cap_keeps_what_the_cap_left():
     assert cache.layers[0].kept.indices[0, 0, -1] == 149
     logits, _ = step(model, cache, torch.ones(1, 150, dtype=torch.long))
     assert logits.isfinite().all()
+    assert "max_kv_tokens left fewer tokens than the budget asked for" in cache.report().warnings
 
 
 # while an answer is written

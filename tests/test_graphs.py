@@ -111,6 +111,7 @@ def test_steps_from_a_graph_are_the_models_steps(tape, name, allocation):
     assert run.trust.broken is None
     assert run.trust.checked == 2
     assert run.trust.replayed == STEPS - 2, "all but the prompt and the step that takes room"
+    assert f"{STEPS - 2} steps replayed as a CUDA graph" in str(run.report())
     assert len(tape) == 1
     cache = graphed[cache_argument(model)]
     assert cache.get_seq_length() == 100 + STEPS - 1
@@ -155,6 +156,7 @@ def test_a_graph_that_is_wrong_is_found_out_and_left(tape, monkeypatch):
     assert torch.equal(plain.sequences, graphed.sequences)
     assert run.trust.broken
     assert run.trust.replayed == 0
+    assert "without a CUDA graph" in str(run.report())
 
 
 def test_a_step_that_cannot_be_recorded_goes_on_without(tape):

@@ -57,6 +57,8 @@ class EvictingLayer(PromptLayer):
         held = seen.lengths if seen.lengths is not None else (keys.shape[2],) * keys.shape[0]
         lengths = held if self.trail is None else self.trail.seen
         counts = [min(n, most) for n, most in zip(self.settings.n_keep(lengths), held, strict=True)]
+        if self.trail is not None and counts != self.settings.n_keep(lengths):
+            self.recorder.capped = True
         before = storage_bytes([keys, values])
         if counts == list(held):
             self.store_all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import threading
 import weakref
@@ -114,7 +115,8 @@ class Run:
 
     def report(self) -> Report:
         """What was kept and dropped so far, as text or JSON."""
-        return self.recorder.report()
+        report = self.recorder.report()
+        return dataclasses.replace(report, graphed=self.trust.replayed, without_graph=self.trust.broken)
 
     def detach(self) -> None:
         """Switch eviction off and leave the model as it was; a second call does nothing."""

@@ -94,6 +94,7 @@ class Recorder:
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
     left_alone: int = 0
     rounds: int = 0  # evictions of a layer while its prompt came in chunks or its answer was written
+    capped: bool = False  # a cap left fewer tokens than the budget asked for
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Recorder:
         return self  # a copied cache goes on reporting to the same place
@@ -118,6 +119,7 @@ class Recorder:
             raised=any(r.raised for r in self.layers),
             left_alone=self.left_alone,
             rounds=self.rounds,
+            capped=self.capped,
         )
 
 
@@ -132,6 +134,8 @@ class Report:
         raised: protection kept more than the budget's share asked for.
         left_alone: layers that are not full attention and keep their own cache.
         rounds: evictions of a layer between chunks of a prompt or while an answer was written.
+        capped: `max_kv_tokens` left fewer tokens than the budget asked for.
+        graphed: steps of `generate` that came from a CUDA graph; without_graph: why they no longer do, or None.
     """
 
     method: str
@@ -141,6 +145,9 @@ class Report:
     raised: bool
     left_alone: int
     rounds: int = 0
+    capped: bool = False
+    graphed: int = 0
+    without_graph: str | None = None
 
     @property
     def evictions(self) -> int:
@@ -167,6 +174,10 @@ class Report:
             told.append("nothing was dropped: every prompt fitted its budget")
         if self.raised:
             told.append("protected tokens alone exceed the budget's share, so more was kept than asked for")
+        if self.capped:
+            told.append("max_kv_tokens left fewer tokens than the budget asked for")
+        if self.without_graph is not None:
+            told.append(f"decoding goes without a CUDA graph: {self.without_graph}")
         if self.layers and max(len(layer["seen"]) for layer in self.layers) == 1:
             told.append("batch 1: eviction frees memory; expect hardly any decode speed-up from it alone")
         return told
@@ -183,6 +194,9 @@ class Report:
                 "seconds": self.seconds,
                 "left_alone": self.left_alone,
                 "rounds": self.rounds,
+                "capped": self.capped,
+                "graphed": self.graphed,
+                "without_graph": self.without_graph,
                 "warnings": self.warnings,
                 "layers": list(self.layers),
             }
@@ -204,6 +218,8 @@ class Report:
             lines.append(f"scoring, selection and compaction {inside * 1e3:.3g} ms{prefill}")
         if self.rounds:
             lines.append(f"{self.rounds} evictions of a layer between chunks or while the answer was written")
+        if self.graphed:
+            lines.append(f"{self.graphed} steps replayed as a CUDA graph")
         if self.left_alone:
             lines.append(f"{self.left_alone} layers are not full attention and were left alone")
         return "\n".join([*lines, *(f"note: {warning}" for warning in self.warnings)])

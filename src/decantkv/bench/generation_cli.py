@@ -85,6 +85,41 @@ def latency(
     ))  # fmt: skip
 
 
+@app.command()
+def cap_cost(
+    model: Annotated[str, typer.Option(help="A model id, a model folder, or a .gguf file.")],
+    text: Annotated[Path, typer.Option(help="UTF-8 text to hide the number in.")],
+    length: int = 2000,
+    prompts: int = 6,
+    budget: float = 0.1,
+    chunk: int = 256,
+    caps: Numbers = "400,800,1200",
+    out: Out = None,
+) -> None:
+    """What a cap costs in quality: a planted number asked of a real model, on any device."""
+    from decantkv.bench.cap_cost import measure
+    from decantkv.bench.rows import circumstances
+    from decantkv.models import load
+
+    loaded, tokenizer = load(model)
+    where = {**circumstances(), "model": Path(model).name, "text": text.name}
+    for row in measure(
+        loaded, tokenizer, text.read_text(), length=length, prompts=prompts, budget=budget, chunk=chunk,
+        caps=numbers(caps),
+    ):  # fmt: skip
+        tell({**where, **row}, out)
+
+
+def tell(row: dict[str, Any], out: Path | None) -> None:
+    """Print a row, and append it to a file."""
+    line = json.dumps(row, sort_keys=True)
+    print(line, flush=True)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with out.open("a") as file:
+            file.write(line + "\n")
+
+
 def each(geometries: str, out: Path | None, rows: Callable[[Any], Iterator[dict[str, Any]]]) -> None:
     """Build each model in turn and print its rows as they come."""
     import torch
@@ -96,11 +131,7 @@ def each(geometries: str, out: Path | None, rows: Callable[[Any], Iterator[dict[
     for geometry in geometries.split(","):
         model = g.build(geometry)
         for row in g.with_circumstances(geometry, rows(model)):
-            line = json.dumps(row, sort_keys=True)
-            print(line, flush=True)
-            if out is not None:
-                with out.open("a") as file:
-                    file.write(line + "\n")
+            tell(row, out)
         del model
         g.collect(torch.device("cuda"))
 

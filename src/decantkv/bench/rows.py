@@ -26,7 +26,7 @@ def circumstances() -> Row:
         except importlib.metadata.PackageNotFoundError:
             versions[package] = None
     return {
-        "device": torch.cuda.get_device_name(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "cuda": torch.version.cuda,
         "versions": versions,
         "commit": commit(),

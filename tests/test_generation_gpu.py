@@ -1,0 +1,104 @@
+"""Generation on a CUDA device: own attention, graphs, chunks and caps, judged by the model's own attention."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import decantkv
+from decantkv.cache import cache_argument
+from tests import tiny
+from tests.judge import logits_with
+
+pytestmark = pytest.mark.gpu
+
+
+def model(dtype=torch.float32, **options):
+    return tiny.llama(head_dim=64, **options).to("cuda", dtype)
+
+
+def on_gpu(inputs):
+    return {name: x.cuda() for name, x in inputs.items()}
+
+
+INPUTS = {
+    "one": {"input_ids": tiny.prompt(600)},
+    "padded": tiny.left_padded([tiny.prompt(600, seed=1), tiny.prompt(245, seed=2)]),
+}
+
+
+@pytest.mark.parametrize("name", INPUTS)
+@pytest.mark.parametrize("allocation", ["uniform", "ada"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_graphed_steps_say_what_the_models_own_attention_says(name, allocation, dtype):
+    llama, inputs = model(dtype), on_gpu(INPUTS[name])
+    options = {"max_new_tokens": 40, "output_logits": True, "return_dict_in_generate": True, **tiny.GREEDY}
+    # one forced answer, so that a tie cannot send the two on different ways
+    forced = torch.randint(1, 199, (40,), generator=torch.Generator().manual_seed(0)).tolist()
+
+    def force(ids, scores):
+        step = ids.shape[1] - inputs["input_ids"].shape[1]
+        return torch.full_like(scores, -1e4).index_fill_(1, torch.tensor([forced[step]], device=ids.device), 0.0)
+
+    said = {}
+    for decode in ("model", "own"):
+        with decantkv.attach(llama, budget=0.3, allocation=allocation, decode=decode) as run:
+            out = llama.generate(**inputs, logits_processor=[force], **options)
+        said[decode] = torch.stack(out.logits)
+    assert (run.trust.broken, run.trust.checked, run.trust.replayed) == (None, 2, 38)
+    scale = float(said["model"].abs().max())
+    allowed = 1e-3 if dtype == torch.float32 else 0.05
+    torch.testing.assert_close(said["own"], said["model"], rtol=0, atol=allowed * scale)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", INPUTS)
+def test_chunks_keep_what_one_shot_keeps(name, dtype):
+    llama, inputs = model(dtype), on_gpu(INPUTS[name])
+    kept = []
+    for chunk in ({}, {"prefill_chunk": 128}):
+        with decantkv.attach(llama, budget=0.3, **chunk):
+            out = llama.generate(**inputs, max_new_tokens=2, return_dict_in_generate=True, **tiny.GREEDY)
+        kept.append([layer.kept.mask(600).cpu() for layer in out[cache_argument(llama)].layers])
+    share = [float((a & b).sum() / a.sum()) for a, b in zip(*kept, strict=True)]
+    assert min(share) == 1.0 if dtype == torch.float32 else min(share) > 0.9
+
+
+def test_a_capped_prompt_stays_under_its_cap_by_the_allocator():
+    llama = model(torch.bfloat16, num_hidden_layers=8)
+    ids = tiny.prompt(2000).repeat(1, 32).cuda()
+    peaks = {}
+    for name, bounds in (("whole", {}), ("capped", {"prefill_chunk": 1024, "max_kv_tokens": 2048})):
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        with decantkv.attach(llama, budget=0.02, **bounds) as run:
+            out = llama.generate(ids, max_new_tokens=2, return_dict_in_generate=True, **tiny.GREEDY)
+        peaks[name] = torch.cuda.max_memory_allocated() - before
+        assert [layer["kept"] for layer in run.report().layers] == [[[1280, 1280]]] * 8
+        del out
+    per_token = 2 * 2 * 64 * 2  # K and V, heads, head_dim, bytes
+    assert peaks["capped"] < (8 * 2048 + 4 * 3072) * per_token + 1024 * 64 * 2 * 40
+    assert peaks["capped"] < peaks["whole"] / 2
+
+
+def test_an_answer_evicted_again_equals_the_models_own_attention():
+    llama, inputs = model(), on_gpu(INPUTS["padded"])
+    said = []
+    for decode in ("own", "model"):
+        cache = decantkv.EvictingCache(llama, budget=60, every=8, decode=decode)
+        steps = [torch.full((2, 1), 3 + i, device="cuda") for i in range(30)]
+        said.append(logits_with(llama, cache, inputs, steps))
+    torch.testing.assert_close(*said, rtol=0, atol=1e-3)
+
+
+def test_a_step_takes_no_memory_once_room_is_there():
+    llama, inputs = model(torch.bfloat16), on_gpu(INPUTS["one"])
+    name, cache = cache_argument(llama), decantkv.EvictingCache(llama, budget=0.3)
+    cache.expect_length(700)
+    logits_with(llama, cache, inputs, [torch.tensor([[5]], device="cuda")])
+    before = cache.nbytes()
+    with torch.no_grad():
+        for _ in range(50):
+            llama(torch.tensor([[7]], device="cuda"), **{name: cache})
+    assert cache.nbytes() == before
