@@ -53,7 +53,7 @@ def chart(lines: Sequence[Line], *, label: str, full: float | None = None, full_
         return ""
     low_x = min(0.04, *(p.x for p in points)) * 0.9
     top = max([p.high for p in points] + ([full] if full is not None else []))
-    top = 1.0 if 0.5 < top <= 1.0 else top * 1.05 or 1.0
+    top = 1.0 if 0.5 < top <= 1.0 else _rounded_up(top)
 
     def at_x(x: float) -> float:
         return LEFT + (math.log(x) - math.log(low_x)) / -math.log(low_x) * (WIDTH - LEFT - RIGHT)
@@ -108,6 +108,14 @@ def _axes(
         f'text-anchor="middle">{escape(label)}</text>'
     )
     return parts
+
+
+def _rounded_up(x: float) -> float:
+    """The next number whose quarters read well."""
+    if x <= 0:
+        return 1.0
+    power = 10.0 ** math.floor(math.log10(x))
+    return next(step * power for step in (1, 1.2, 1.6, 2, 2.4, 3, 4, 5, 6, 8, 10) if step * power >= x)
 
 
 def _mark(kind: str, x: float, y: float) -> str:

@@ -104,8 +104,8 @@ def _measures(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
     have = {name for row in rows if row["row"] == "answer" for name in ("score", "kl", "nll") if name in row}
     labels = {
         "score": "score",
-        "kl": "KL to the full cache, nats a token",
-        "nll": "−log likelihood of the answer a token",
+        "kl": "KL to full cache, nats",
+        "nll": "−log likelihood a token",
     }
     wanted = ["score"] if "score" in have else ["kl"] if "kl" in have else ["nll"]
     return [(name, labels[name]) for name in wanted if name in have]
