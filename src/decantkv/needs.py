@@ -29,7 +29,7 @@ def output_projection(module: nn.Module, query: Tensor, value: Tensor) -> Tensor
     found = {name: getattr(module, name) for name in _PROJECTIONS if isinstance(getattr(module, name, None), nn.Module)}
     for projection in found.values():
         weight = getattr(projection, "weight", None)
-        if hasattr(weight, "to_local"):  # spread over processes: this one's heads
+        if isinstance(weight, Tensor) and hasattr(weight, "to_local"):  # spread over processes: this one's heads
             weight = weight.to_local()
         if not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.is_floating_point():
             continue
