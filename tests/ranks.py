@@ -1,0 +1,99 @@
+"""One rank of a tensor-parallel run: `python -m tests.ranks MODEL_FOLDER OUT_FOLDER` under a launcher's environment.
+
+Writes what it kept, said and exchanged to OUT_FOLDER/rank<n>.pt.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import transformers
+from transformers import LlamaForCausalLM
+
+import decantkv
+from decantkv.evicting import EvictingLayer
+from tests import tiny
+from tests.families import at_least
+from tests.judge import kept_masks, logits_with
+
+STEPS = [torch.tensor([[7]]), torch.tensor([[11]]), torch.tensor([[3, 5]])]
+PROMPTS = {
+    "one": ("dropkv", {"input_ids": tiny.prompt(120)}),
+    "padded": ("dropkv", tiny.left_padded([tiny.prompt(120, seed=1), tiny.prompt(50, seed=2)])),
+    "weighed by W_O": ("criticalkv", {"input_ids": tiny.prompt(120)}),
+}
+EXCHANGES = ["all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "broadcast", "barrier",
+             "broadcast_object_list", "reduce_scatter_tensor", "all_to_all_single", "send", "recv"]  # fmt: skip
+
+
+def across_ranks(folder: str) -> transformers.PreTrainedModel:
+    """The model, each rank with its own heads."""
+    if at_least("5.24"):
+        from transformers.distributed import DistributedConfig
+
+        model = LlamaForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(tp_size=2))
+    else:
+        model = LlamaForCausalLM.from_pretrained(folder, tp_plan="auto")
+    return model.eval()
+
+
+class CountExchanges:
+    """Calls of torch.distributed made while a layer decides what to keep, and all of them."""
+
+    def __init__(self) -> None:
+        self.deciding = self.all = 0
+        self._inside = False
+        keep = EvictingLayer.keep
+
+        def watched(layer: EvictingLayer, *args: object) -> None:
+            self._inside = True
+            keep(layer, *args)
+            self._inside = False
+
+        EvictingLayer.keep = watched
+        for name in EXCHANGES:
+            setattr(dist, name, self._count(getattr(dist, name)))
+        for name in [n for n in vars(dist.distributed_c10d) if n in EXCHANGES]:
+            setattr(dist.distributed_c10d, name, getattr(dist, name))
+        functional = torch.distributed._functional_collectives
+        for name in ("all_reduce", "all_gather_tensor", "reduce_scatter_tensor", "broadcast"):
+            setattr(functional, name, self._count(getattr(functional, name)))
+
+    def _count(self, call):
+        def counted(*args, **kwargs):
+            self.all += 1
+            self.deciding += self._inside
+            return call(*args, **kwargs)
+
+        return counted
+
+
+def main(folder: str, out: str) -> None:
+    exchanges = CountExchanges()
+    model = across_ranks(folder)
+    exchanges.all = 0
+    found = {}
+    for name, (method, inputs) in PROMPTS.items():
+        cache = decantkv.EvictingCache(model, method, budget=0.2)
+        rows = inputs["input_ids"].shape[0]
+        logits = logits_with(model, cache, inputs, [step.expand(rows, -1) for step in STEPS])
+        found[name] = {"logits": logits, "kept": kept_masks(cache, 120), "stored": cache.layers[0].keys.shape}
+    with decantkv.attach(model, budget=0.2):
+        found["generated"] = model.generate(tiny.prompt(120), max_new_tokens=6, **tiny.GREEDY)
+    found["exchanges"], found["deciding"] = exchanges.all, exchanges.deciding
+    refused = {}
+    for settings in ({"allocation": "shared"}, {"allocation": "ada"}, {"method": "adadropkv"}):
+        try:
+            decantkv.attach(model, budget=0.2, **settings)
+        except ValueError as error:
+            refused[str(settings)] = str(error)
+    found["refused"] = refused
+    torch.save(found, Path(out) / f"rank{dist.get_rank()}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

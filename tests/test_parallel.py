@@ -1,0 +1,76 @@
+"""A model spread over processes or devices: every part decides about its own heads or layers."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import decantkv
+from tests import tiny
+from tests.judge import kept_masks, logits_with
+from tests.ranks import PROMPTS, STEPS
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """What two processes over gloo found, and the model in one piece."""
+    folder = tmp_path_factory.mktemp("parallel")
+    whole = tiny.llama(num_key_value_heads=4, vocab_size=200)  # 5.17 spreads even vocabularies only
+    whole.save_pretrained(folder)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    launched = []
+    for rank in range(2):
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        environment = {**os.environ, **{k: str(v) for k, v in place.items()}, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "tests.ranks", str(folder), str(folder)]
+        launched.append(
+            subprocess.Popen(
+                command, cwd=tiny.ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            )
+        )
+    try:
+        said = [process.communicate(timeout=240)[0] for process in launched]
+    finally:
+        for process in launched:
+            process.kill()
+    assert [process.returncode for process in launched] == [0, 0], "\n".join(said)
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(2)], whole
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_each_rank_keeps_what_one_process_keeps_for_its_heads(ranks, name):
+    found, whole = ranks
+    method, inputs = PROMPTS[name]
+    cache = decantkv.EvictingCache(whole, method, budget=0.2)
+    rows = inputs["input_ids"].shape[0]
+    logits = logits_with(whole, cache, inputs, [step.expand(rows, -1) for step in STEPS])
+    kept = kept_masks(cache, 120)
+    for rank, here in enumerate(found):
+        assert list(here[name]["stored"]) == [rows, 2, *cache.layers[0].keys.shape[2:]]
+        torch.testing.assert_close(here[name]["logits"], logits, rtol=0, atol=1e-5)
+        for layer, mask in kept.items():
+            assert torch.equal(here[name]["kept"][layer], mask[:, 2 * rank : 2 * rank + 2])
+
+
+def test_deciding_exchanges_nothing(ranks):
+    found, whole = ranks
+    with decantkv.attach(whole, budget=0.2):
+        generated = whole.generate(tiny.prompt(120), max_new_tokens=6, **tiny.GREEDY)
+    for here in found:
+        assert here["exchanges"] > 0, "the model's own exchanges were seen"
+        assert here["deciding"] == 0
+        assert torch.equal(here["generated"], generated)
+
+
+def test_what_looks_across_heads_is_refused_by_name(ranks):
+    for here in ranks[0]:
+        assert len(here["refused"]) == 3
+        for message in here["refused"].values():
+            assert message.startswith("allocation: expected 'uniform' or 'pyramid' for a model spread over 2 processes")
