@@ -44,6 +44,8 @@ class EvictingLayer(PromptLayer):
         self.frame: Tensor | None = None  # [B, 3] on the CPU: a row's first position, its prompt's end, tokens at most
         self.recent: list[Tensor] = []  # the last queries, [B, HQ, ≤ w, D] together, where answers are evicted
         self.renewed = 0  # logical length at the last eviction
+        self.outside = False  # evictions of the answer are left to whoever set this, between forwards
+        self.noted: AttentionCall | None = None  # the attention call they need
         self.held: tuple[int, ...] | None = None  # real tokens a waiting prompt has stored, once a chunk is in
         self.own_chunks = False  # attends to a prompt's later chunks by itself
         self.settings, self.recorder, self.shared, self.rotate = settings, recorder, shared, rotate
@@ -227,9 +229,12 @@ class EvictingLayer(PromptLayer):
 
     def _remember(self, query: Tensor) -> None:
         """Add new queries and forget those that no window will hold again."""
-        self.recent.append(query[:, :, -self.rows :].clone())
-        while sum(q.shape[2] for q in self.recent[1:]) >= self.rows:
-            del self.recent[0]
+        new = query[:, :, -self.rows :]
+        if self.recent and self.recent[0].shape[2] == self.rows:  # in place, so that a graph can hold it
+            held = self.recent[0]
+            held.copy_(torch.cat([held[:, :, new.shape[2] :], new], 2))
+        else:
+            self.recent = [torch.cat([*self.recent, new], 2)[:, :, -self.rows :].clone()]
 
     def after_attention(self, call: AttentionCall) -> None:
         """The attention is done: decide about a prompt, or, every so many tokens, about all that is stored."""
@@ -237,11 +242,18 @@ class EvictingLayer(PromptLayer):
         super().after_attention(call)
         if answer and self.frame is not None and self.bounds.every is not None:
             self._remember(call.query)
-            if self.logical - self.renewed >= self.bounds.every:
-                self._renew(call)
+            if self.outside:
+                self.noted = call
+            elif self.due():
+                self.renew(call)
+
+    def due(self) -> bool:
+        """Whether an answer has come far enough for its next eviction."""
+        every = self.bounds.every
+        return every is not None and self.frame is not None and self.logical - self.renewed >= every
 
     @torch.no_grad()
-    def _renew(self, call: AttentionCall) -> None:
+    def renew(self, call: AttentionCall) -> None:
         """Evict from prompt and answer alike, as the last queries score them."""
         if self.frame is None:
             return

@@ -13,12 +13,14 @@ import copy
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from decantkv.evicting import EvictingLayer
+from decantkv.interface import AttentionCall
 from decantkv.ragged_layers import RaggedLayer
 
 Forward = Callable[..., Any]
@@ -55,12 +57,32 @@ class StepGraphs:
         self._layers, self._trust = list(layers), trust
         self._step: _Step | None = None
         self._warm = False
+        self._calls: dict[int, AttentionCall] = {}  # each layer's last, for its scale and module
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StepGraphs:
         return StepGraphs([], self._trust)  # a copy's tensors lie elsewhere; it decodes without graphs
 
     def forward(self, original: Forward, kwargs: dict[str, Any]) -> Any:
-        """The model's forward, from the graph where this call is a step like those before it."""
+        """The model's forward, from the graph where this call is a step like those before it.
+
+        Answers are evicted after it, never inside a graph.
+        """
+        layers = [layer for layer in self._layers if isinstance(layer, EvictingLayer)]
+        for layer in layers:
+            layer.outside = True
+        try:
+            out = self._forward(original, kwargs)
+        finally:
+            for layer in layers:
+                layer.outside = False
+                if layer.noted is not None:
+                    self._calls[layer.layer_idx], layer.noted = layer.noted, None
+        for layer in layers:
+            if layer.due():
+                layer.renew(self._calls[layer.layer_idx])
+        return out
+
+    def _forward(self, original: Forward, kwargs: dict[str, Any]) -> Any:
         if not self._fits(kwargs):
             self._step, self._warm = None, False
             return original(**kwargs)
@@ -105,20 +127,28 @@ class StepGraphs:
                 state += [layer.lanes.lens.clone(), layer.lanes.keys[newest], layer.lanes.values[newest]]
         return state
 
-    def _snapshot(self) -> list[tuple[Tensor, int, int, int]]:
+    def _snapshot(self) -> list[_Standing]:
         """Where every layer stands: what a step that went wrong is taken back to."""
         return [
-            (layer.lanes.lens.clone(), layer.logical, layer.lanes.room, layer.lanes.appended)
+            _Standing(
+                layer.lanes.lens.clone(),
+                [query.clone() for query in layer.recent],
+                layer.logical,
+                layer.lanes.room,
+                layer.lanes.appended,
+            )
             for layer in self._layers
             if isinstance(layer, RaggedLayer) and layer.lanes is not None
         ]
 
-    def _restore(self, snapshot: Sequence[tuple[Tensor, int, int, int]]) -> None:
+    def _restore(self, snapshot: Sequence[_Standing]) -> None:
         layers = [layer for layer in self._layers if isinstance(layer, RaggedLayer) and layer.lanes is not None]
-        for layer, (lens, logical, room, appended) in zip(layers, snapshot, strict=True):
+        for layer, was in zip(layers, snapshot, strict=True):
             if layer.lanes is not None:
-                layer.lanes.lens.copy_(lens)
-                layer.logical, layer.lanes.room, layer.lanes.appended = logical, room, appended
+                layer.lanes.lens.copy_(was.lens)
+                for query, before in zip(layer.recent, was.recent, strict=True):
+                    query.copy_(before)
+                layer.logical, layer.lanes.room, layer.lanes.appended = was.logical, was.room, was.appended
             layer.forget_new()
 
     def _fits(self, kwargs: dict[str, Any]) -> bool:
@@ -133,7 +163,7 @@ class StepGraphs:
             return False
         return all(
             isinstance(layer, RaggedLayer)
-            and layer.frame is None  # an answer that is evicted wants every step's queries
+            and (layer.frame is None or (len(layer.recent) == 1 and layer.recent[0].shape[2] == layer.rows))
             and layer.lanes is not None
             and layer.lanes.keys.device == ids.device
             for layer in self._layers
@@ -161,6 +191,16 @@ class StepGraphs:
                 layer.logical += new
                 layer.lanes.room -= new
                 layer.lanes.appended += new
+
+
+class _Standing(NamedTuple):
+    """Where a layer stands between two steps."""
+
+    lens: Tensor
+    recent: list[Tensor]
+    logical: int
+    room: int
+    appended: int
 
 
 class _Step:
