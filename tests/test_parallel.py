@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
 import decantkv
 from tests import tiny
@@ -74,3 +75,45 @@ def test_what_looks_across_heads_is_refused_by_name(ranks):
         assert len(here["refused"]) == 3
         for message in here["refused"].values():
             assert message.startswith("allocation: expected 'uniform' or 'pyramid' for a model spread over 2 processes")
+
+
+def on_devices(tmp_path, places, **options):
+    """The same weights in one piece and spread by a device map."""
+    whole = tiny.llama(num_hidden_layers=4)
+    whole.save_pretrained(tmp_path / "model")
+    first, *_, last = places.values()
+    rest = {"model.embed_tokens": first, "model.rotary_emb": first, "model.norm": last, "lm_head": last}
+    layers = {f"model.layers.{i}": place for i, place in places.items()}
+    spread = LlamaForCausalLM.from_pretrained(tmp_path / "model", device_map={**rest, **layers}, **options)
+    return whole, spread.eval()
+
+
+def same_on_devices(whole, spread, first):
+    for rows in ([tiny.prompt(120)], [tiny.prompt(120, seed=1), tiny.prompt(50, seed=2)]):
+        batch = tiny.left_padded(rows)
+        moved = {name: x.to(first) for name, x in batch.items()}
+        for method, allocation in (("dropkv", "uniform"), ("h2o", "shared"), ("dropkv", "ada")):
+            settings = {"method": method, "budget": 0.3, "allocation": allocation}
+            with decantkv.attach(whole, **settings) as run:
+                expected = whole.generate(**batch, max_new_tokens=6, **tiny.GREEDY)
+            with decantkv.attach(spread, **settings) as other:
+                assert torch.equal(spread.generate(**moved, max_new_tokens=6, **tiny.GREEDY).cpu(), expected)
+            assert [r["kept"] for r in other.report().layers] == [r["kept"] for r in run.report().layers]
+
+
+def test_layers_whose_weights_lie_on_the_disk(tmp_path):
+    places = {0: "cpu", 1: "disk", 2: "cpu", 3: "disk"}
+    whole, spread = on_devices(tmp_path, places, offload_folder=tmp_path / "offloaded")
+    assert {p.device.type for p in spread.model.layers[1].parameters()} == {"meta"}
+    same_on_devices(whole, spread, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_layers_on_two_gpus(tmp_path):
+    whole, spread = on_devices(tmp_path, {0: 0, 1: 0, 2: 1, 3: 1})
+    same_on_devices(whole, spread, "cuda:0")
+    cache = decantkv.EvictingCache(spread, budget=0.2)
+    logits_with(spread, cache, {"input_ids": tiny.prompt(120).to("cuda:0")}, [])
+    assert [layer.keys.device.index for layer in cache.layers] == [0, 0, 1, 1]
+    assert [layer.kept.indices.device.index for layer in cache.layers] == [0, 0, 1, 1]
