@@ -51,12 +51,13 @@ def load(
     return model.to(place).eval(), tokenizer
 
 
-def convert_gguf(path: Path) -> Path:
+def convert_gguf(path: str | Path) -> Path:
     """The folder of a GGUF file's dequantised float32 weights, written on first use.
 
     Raises:
         ValueError: the file is no GGUF.
     """
+    path = Path(path)
     with path.open("rb") as file:
         if file.read(len(GGUF_MAGIC)) != GGUF_MAGIC:
             raise ValueError(f"model: expected a .gguf file or a model folder, got the file {path}")
