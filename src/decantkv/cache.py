@@ -83,7 +83,7 @@ class EvictingCache(DynamicCache):
         every: int | None = None,
         decode_budget: int | None = None,
         protect_prompt: bool = False,
-        decode: Decode = "auto",
+        decode: Decode = "model",
         store: Inner = "plain",
         **options: Any,
     ) -> None:

@@ -48,7 +48,7 @@ def attach(
     every: int | None = None,
     decode_budget: int | None = None,
     protect_prompt: bool = False,
-    decode: Decode = "auto",
+    decode: Decode = "model",
     store: Inner = "plain",
     **options: Any,
 ) -> Run:
