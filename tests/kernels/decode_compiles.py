@@ -28,8 +28,8 @@ POINTERS = {"p_start": "*i64", "p_lens": "*i64", "p_lane": "*i32", "p_place": "*
 def compiled(target, device, dim, dtype, rows, *, new=1, itemsize=2, chunk=512):
     cut = decode_blocks(rows, dim, dim, itemsize, chunk, device)
     constants = {
-        "p_sink": None, "G": rows // new, "T": new, "JOIN": JOIN, "TILES": 1, "D": dim, "DV": dim, "BD": padded_dim(dim),
-        "BDV": padded_dim(dim), "BM": rows, "BN": cut.keys, "CAPPED": False, "SINK": False,
+        "p_sink": None, "G": rows // new, "T": new, "JOIN": JOIN, "TILES": 1, "D": dim, "DV": dim,
+        "BD": padded_dim(dim), "BDV": padded_dim(dim), "BM": rows, "BN": cut.keys, "CAPPED": False, "SINK": False,
         "PRECISION": "tf32x3" if dtype == "fp32" and device.backend == "cuda" else "ieee",
     }  # fmt: skip
     names = decode_kernel.arg_names
