@@ -57,7 +57,7 @@ def test_chunks_keep_what_one_shot_keeps(name, dtype):
     llama, inputs = model(dtype), on_gpu(INPUTS[name])
     kept = []
     for chunk in ({}, {"prefill_chunk": 128}):
-        with decantkv.attach(llama, budget=0.3, **chunk):
+        with decantkv.attach(llama, budget=0.3, decode="own", **chunk):
             out = llama.generate(**inputs, max_new_tokens=2, return_dict_in_generate=True, **tiny.GREEDY)
         kept.append([layer.kept.mask(600).cpu() for layer in out[cache_argument(llama)].layers])
     share = [float((a & b).sum() / a.sum()) for a, b in zip(*kept, strict=True)]
@@ -72,7 +72,7 @@ def test_a_capped_prompt_stays_under_its_cap_by_the_allocator():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        with decantkv.attach(llama, budget=0.02, **bounds) as run:
+        with decantkv.attach(llama, budget=0.02, decode="own", **bounds) as run:
             out = llama.generate(ids, max_new_tokens=2, return_dict_in_generate=True, **tiny.GREEDY)
         peaks[name] = torch.cuda.max_memory_allocated() - before
         assert [layer["kept"] for layer in run.report().layers] == [[[1280, 1280]]] * 8
@@ -90,11 +90,18 @@ def test_an_answer_evicted_again_equals_the_models_own_attention():
         steps = [torch.full((2, 1), 3 + i, device="cuda") for i in range(30)]
         said.append(logits_with(llama, cache, inputs, steps))
     torch.testing.assert_close(*said, rtol=0, atol=1e-3)
+    options = {"max_new_tokens": 40, **tiny.GREEDY}
+    out = []
+    for decode in ("own", "model"):
+        with decantkv.attach(llama, budget=60, every=8, decode=decode) as run:
+            out.append(llama.generate(**inputs, **options))
+        assert run.trust.broken is None
+    assert torch.equal(*out)
 
 
 def test_a_step_takes_no_memory_once_room_is_there():
     llama, inputs = model(torch.bfloat16), on_gpu(INPUTS["one"])
-    name, cache = cache_argument(llama), decantkv.EvictingCache(llama, budget=0.3)
+    name, cache = cache_argument(llama), decantkv.EvictingCache(llama, budget=0.3, decode="own")
     cache.expect_length(700)
     logits_with(llama, cache, inputs, [torch.tensor([[5]], device="cuda")])
     before = cache.nbytes()

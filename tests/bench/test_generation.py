@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+import decantkv
 from decantkv.bench import generation
+from decantkv.bench.cap_cost import answer_loss
 from decantkv.cli import main
 from tests import tiny
 
@@ -41,7 +43,7 @@ def test_throughput_rows_until_memory_ends(monkeypatch):
     ]
     assert [row.get("left_out") for row in rows] == [None, None, "memory"] * 2
     assert seen[0] == ("DynamicCache", 60)
-    assert seen[3] == ("EvictingCache", 12)
+    assert seen[3] == ("EvictingCache", 2 * 12)
 
 
 def test_latency_rows():
@@ -52,6 +54,21 @@ def test_latency_rows():
         (m, b) for m in ("none", "dropkv", "knorm") for b in (1, 2)
     ]
     assert all(0 < row["first_token_s"] <= row["whole_s"] for row in rows)
+
+
+@pytest.mark.parametrize("chunk", [20, 200])
+def test_the_cost_of_a_cap_is_the_answers_loss(chunk):
+    model, ids, answer = tiny.llama(), tiny.prompt(90), tiny.prompt(4, seed=9)
+    with torch.no_grad():
+        said = model(torch.cat([ids, answer], 1)).logits[0, 89:-1]
+    expected = float(torch.nn.functional.cross_entropy(said, answer[0]))
+    loss, right = answer_loss(model, decantkv.EvictingCache(model, budget=1.0), ids, answer, chunk)
+    assert loss == pytest.approx(expected, abs=1e-5)
+    assert not right
+    best = said.argmax(-1)[:1]
+    assert answer_loss(model, decantkv.EvictingCache(model, budget=1.0), ids, best[None], chunk)[1]
+    capped = decantkv.EvictingCache(model, budget=0.2, prefill_chunk=20, max_kv_tokens=30)
+    assert answer_loss(model, capped, ids, answer, 20)[0] != pytest.approx(expected, abs=1e-3)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing where there is no GPU")

@@ -85,10 +85,15 @@ def contender(
         return nullcontext(), {"cache_implementation": "static"}
     if name not in CONTENDERS:
         raise ValueError(f"contenders: expected some of {', '.join(CONTENDERS)}, got {name!r}")
-    run: Run = attach(model, budget=budget, **options)
+    run = ours(model, budget, **options)
     if name == "ours eager":
         run.trust.broken = "measured without"
     return run, {}
+
+
+def ours(model: PreTrainedModel, budget: float | int, *, method: str = "dropkv", **options: Any) -> Run:
+    """Eviction with attention of our own and graphs, which is what these tables are about."""
+    return attach(model, method, budget=budget, **{"decode": "own", **options})
 
 
 def decode(
@@ -120,9 +125,7 @@ def bounded(
     ids = prompts(model, 1, length)
     for options in settings:
         base = {"step": "prefill", "kv_len": length, "budget": budget, "bounds": options}
-        context: AbstractContextManager[Any] = nullcontext() if options is None else attach(
-            model, budget=budget, **options
-        )  # fmt: skip
+        context: AbstractContextManager[Any] = nullcontext() if options is None else ours(model, budget, **options)
         collect(model.device)
         held = allocated(model.device)
         with context as run:
@@ -174,9 +177,9 @@ def latency(
     for method in ("none", *methods):
         for batch in batches:
             base = {"step": "latency", "method": method, "kv_len": length, "batch": batch, "new": new}
-            context: AbstractContextManager[Any] = nullcontext() if method == "none" else attach(
-                model, method, budget=budget
-            )  # fmt: skip
+            context: AbstractContextManager[Any] = (
+                nullcontext() if method == "none" else ours(model, budget, method=method)
+            )
             collect(model.device)
             with context:
                 made = attempt(functools.partial(_fresh, model, batch, length, new))
