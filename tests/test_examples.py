@@ -36,8 +36,9 @@ def test_example(path, model_path):
     assert len(path.read_text().splitlines()) <= 40
     out = python([str(path), model_path])
     assert out.strip()
-    if path.stem == "padded_batch":
+    if path.stem in ("padded_batch", "chat_two_turns", "beam_search", "served_model"):
         assert "4417" in out
+    if path.stem == "padded_batch":
         assert "7392" in out
 
 
