@@ -72,6 +72,19 @@ def test_nested_runs_the_inner_one_wins(model):
     assert outer.report().layers[0]["kept"] == [[75, 75]]
 
 
+def test_runs_may_end_in_any_order(model):
+    before = footprint(model)
+    first, second = decantkv.attach(model, budget=0.5), decantkv.attach(model, budget=0.1)
+    first.detach()
+    generate(model)
+    assert second.report().layers[0]["kept"] == [[15, 15]]
+    assert "never acted" in str(first.report())
+    with pytest.raises(RuntimeError, match="the run is detached"):
+        first.new_cache()
+    second.detach()
+    assert footprint(model) == before
+
+
 def test_threads_with_their_own_settings_and_threads_without(model):
     kept, ready = {}, threading.Barrier(2)
 

@@ -79,6 +79,21 @@ def test_chunks_keep_what_one_shot_keeps(model, chunk, method):
     assert [r["kept"] for r in chunked.report().layers] == [r["kept"] for r in run.report().layers] == [[[40, 40]]] * 3
 
 
+def test_a_second_turn_in_chunks(model):
+    ids, name = tiny.prompt(100), cache_argument(model)
+    turn, ends = torch.cat([ids, tiny.prompt(30, seed=4)], 1), []
+    for options in ({}, {"prefill_chunk_size": 7}):
+        cache = decantkv.EvictingCache(model, budget=BUDGET)
+        logits_with(model, cache, {"input_ids": ids}, [])
+        with decantkv.attach(model, budget=BUDGET):
+            if options and not at_least("5.24"):
+                with pytest.raises(ValueError, match="prefill_chunk_size: expected an empty cache before transformers"):
+                    model.generate(turn, max_new_tokens=4, **{name: cache}, **options, **tiny.GREEDY)
+                return
+            ends.append(model.generate(turn, max_new_tokens=4, **{name: cache}, **options, **tiny.GREEDY))
+    assert torch.equal(*ends)
+
+
 @pytest.mark.parametrize("chunk", [3, 33, 60])
 def test_chunks_of_a_padded_batch(model, chunk):
     batch = tiny.left_padded([tiny.prompt(100, seed=1), tiny.prompt(45, seed=2)])
@@ -200,10 +215,3 @@ def test_a_backend_registered_behind_our_back_is_refused_not_ignored(model):
         assert model(tiny.prompt(30), **{name: cache})[name].layers[0].stored == 8
 
 
-def test_an_offloaded_cache(model):
-    if cache_argument(model) != "cache":
-        pytest.skip("offloading as an argument of the cache came later")
-    cache = DynamicCache(config=model.config, offloading=False)
-    with torch.no_grad(), decantkv.attach(model, budget=BUDGET):
-        model(tiny.prompt(100), **{cache_argument(model): cache})
-    assert cache.layers[0].stored == 20
