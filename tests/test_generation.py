@@ -7,7 +7,7 @@ import threading
 
 import pytest
 import torch
-from transformers import DynamicCache, TextIteratorStreamer
+from transformers import TextIteratorStreamer
 
 import decantkv
 from decantkv.cache import cache_argument, deferred
@@ -213,5 +213,3 @@ def test_a_backend_registered_behind_our_back_is_refused_not_ignored(model):
     cache.reset()
     with torch.no_grad():
         assert model(tiny.prompt(30), **{name: cache})[name].layers[0].stored == 8
-
-
