@@ -31,12 +31,12 @@ test-gpu:  ## on a machine with a GPU whose python3 already has torch, triton an
 
 # everything that meets transformers' own code, on one other version of it
 test-oldest: .venvs/4.56.2/.ready
-	PYTHONPATH=src .venvs/4.56.2/bin/python -m pytest -n 2 $(MATRIX_TESTS)
+	OMP_NUM_THREADS=1 PYTHONPATH=src .venvs/4.56.2/bin/python -m pytest -n 2 $(MATRIX_TESTS)
 
 test-matrix: $(VENV)/.dev $(OLDER:%=.venvs/%/.ready)  ## the same on every version that is promised, a line for each
 	@status=0; for version in $(OLDER) newest; do \
 	  python=.venvs/$$version/bin/python; [ $$version != newest ] || python=$(BIN)/python; \
-	  log=.venvs/$$version.log; PYTHONPATH=src $$python -m pytest -n 2 $(MATRIX_TESTS) >$$log 2>&1 || { status=1; cat $$log; }; \
+	  log=.venvs/$$version.log; OMP_NUM_THREADS=1 PYTHONPATH=src $$python -m pytest -n 2 $(MATRIX_TESTS) >$$log 2>&1 || { status=1; cat $$log; }; \
 	  echo "transformers $$($$python -c 'import transformers; print(transformers.__version__)'): $$(tail -n 1 $$log)"; \
 	done; exit $$status
 
