@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -13,6 +10,7 @@ from triton.compiler import ASTSource
 
 from decantkv.kernels.blocks import Device, padded_dim
 from decantkv.kernels.decode import JOIN, decode_blocks, decode_kernel
+from tests.kernels.compiles import spilled
 
 TARGETS = {
     "sm80": (GPUTarget("cuda", 80, 32), Device("cuda", 108, 166912)),
@@ -47,19 +45,6 @@ def compiled(target, device, dim, dtype, rows, *, new=1, itemsize=2, chunk=512):
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
     return triton.compile(source, target=target, options={"num_warps": cut.warps, "num_stages": cut.stages})
-
-
-def spilled(kernel, target):
-    """Bytes of stack a thread, by the disassembler on NVIDIA and by the assembly's own note on AMD."""
-    if target.backend == "hip":
-        notes = [line for line in kernel.asm["amdgcn"].splitlines() if ".vgpr_spill_count:" in line]
-        return int(notes[0].split(":")[1])
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    return int(usage.split("STACK:")[1].split()[0])
 
 
 def main(names):
