@@ -22,13 +22,15 @@ BINS = 160
 
 
 @torch.no_grad()
-def kept_map(model: Any, inputs: Any, method: str) -> torch.Tensor:
-    """[layers, BINS] the share of heads and tokens that each stretch of the prompt keeps."""
+def kept_map(model: Any, tokenizer: Any, inputs: Any, method: str) -> tuple[torch.Tensor, bool]:
+    """[layers, BINS] the share of heads and tokens that each stretch of the prompt keeps, and whether it was right."""
     cache = EvictingCache(model, method, budget=demo.BUDGET)
-    model(**inputs, **{cache_argument(model): cache})
+    options = {cache_argument(model): cache, "max_new_tokens": demo.NEW_TOKENS, "do_sample": False}
+    output = model.generate(**inputs, **options)
     length = inputs["input_ids"].shape[1]
+    right = demo.CODE in tokenizer.decode(output[0, length:])
     rows = torch.stack([layer.kept.mask(length)[0].float().mean(0) for layer in cache.layers])
-    return torch.stack([part.mean(-1) for part in rows.tensor_split(BINS, dim=-1)], dim=-1)
+    return torch.stack([part.mean(-1) for part in rows.tensor_split(BINS, dim=-1)], dim=-1), right
 
 
 def main(model_path: str) -> None:
@@ -40,12 +42,12 @@ def main(model_path: str) -> None:
     before = len(tokenizer(prompt[: prompt.index(demo.FACT)], add_special_tokens=False)["input_ids"])
     plt.switch_backend("svg")
     figure, axes = plt.subplots(2, 1, figsize=(9, 3.6), sharex=True, layout="constrained")
-    for axis, (method, said) in zip(axes, (("dropkv", "7392, right"), ("random", "wrong")), strict=True):
-        image = axis.imshow(
-            kept_map(model, inputs, method), aspect="auto", cmap="cividis", vmin=0, vmax=0.6, extent=(0, length, 30, 0)
-        )
+    for axis, method in zip(axes, ("dropkv", "random"), strict=True):
+        kept, right = kept_map(model, tokenizer, inputs, method)
+        image = axis.imshow(kept, aspect="auto", cmap="cividis", vmin=0, vmax=0.6, extent=(0, length, len(kept), 0))
         axis.set_ylabel("layer")
-        axis.set_title(f"{method}, 10 % of the cache kept: answers {said}", loc="left", fontsize=10)
+        said = f"{demo.CODE}, right" if right else "wrong"
+        axis.set_title(f"{method}, {demo.BUDGET:.0%} of the cache kept: answers {said}", loc="left", fontsize=10)
     axes[0].annotate(
         "the planted sentence", (before + 8, 30), (before + 8, 37), fontsize=8, ha="center", annotation_clip=False,
         arrowprops={"arrowstyle": "->"},
