@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -22,6 +26,18 @@ def test_a_gguf_is_converted_once(model_path, demo_model, monkeypatch):
     model, _ = demo_model
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert not [p for p in folder.parent.iterdir() if p.name.startswith(".converting")]
+
+
+@pytest.mark.model
+def test_two_processes_that_convert_at_once_share_one_folder(model_path, tmp_path):
+    code = "import sys; from decantkv.models import convert_gguf; print(convert_gguf(sys.argv[1]))"
+    environment = {**os.environ, "DECANTKV_CACHE": str(tmp_path)}
+    command = [sys.executable, "-c", code, str(model_path)]
+    runs = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    said = [run.communicate(timeout=300)[0].strip() for run in runs]
+    assert [run.returncode for run in runs] == [0, 0]
+    assert said[0] == said[1]
+    assert [str(p) for p in tmp_path.iterdir() if p.is_dir()] == [said[0]]
 
 
 @pytest.mark.model

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 GGUF_MAGIC = b"GGUF"
@@ -64,9 +65,14 @@ def convert_gguf(path: str | Path) -> Path:
         file.seek(0)
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     target = cache_folder() / f"{path.stem}-{digest[:16]}"
-    if target.is_dir():
-        return target
     target.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{target}.lock"):  # of several processes one converts, the others wait for its folder
+        if not target.is_dir():
+            _convert(path, target)
+    return target
+
+
+def _convert(path: Path, target: Path) -> None:
     scratch = Path(tempfile.mkdtemp(dir=target.parent, prefix=".converting-"))
     try:
         where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
@@ -79,7 +85,6 @@ def convert_gguf(path: str | Path) -> Path:
         scratch.rename(target)  # all or nothing: an interrupted conversion leaves no folder behind that looks whole
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    return target
 
 
 def cache_folder() -> Path:
