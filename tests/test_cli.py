@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -33,6 +35,11 @@ def test_methods_as_a_table_and_as_json(capsys):
     assert {"dropkv", "snapkv", "knorm", "streaming", "sliding", "recent", "random"} <= rows.keys()
     assert (rows["dropkv"]["keeps"], rows["dropkv"]["pooling"]) == ("last 8", "max 11, all")
     assert rows["criticalkv"]["needs"] == "W_O"
+
+
+def test_as_a_module():
+    run = subprocess.run([sys.executable, "-m", "decantkv", "methods", "--json"], capture_output=True, check=True)
+    assert "dropkv" in {row["name"] for row in json.loads(run.stdout)}
 
 
 @pytest.mark.model

@@ -12,6 +12,12 @@ ALL = (
     "quantised-8bit,quantised-4bit,quantised-2bit"
 )
 
+VARIANTS = (  # what might do better than DropKV as it stands, one change at a time and then together
+    "dropkv,dropkv[pool=avg],dropkv[pool=none],dropkv[window=4],dropkv[window=16],dropkv[window=32],dropkv[reduce=max],"
+    "dropkv[weigh=output],dropkv[kernel_size=5],dropkv[kernel_size=21],adadropkv,adadropkv[window=32],"
+    "adadropkv[weigh=output],snapkv,snapkv:shared,snapkv:shared[allocation=ada],criticalkv,random"
+)
+
 
 @dataclass(frozen=True)
 class Preset:
@@ -57,6 +63,7 @@ PRESETS: dict[str, Preset] = {
         "aware,agnostic",
         16,
     ),
+    "search": Preset("niah", "512", VARIANTS, "0.05,0.1", "aware", 40, likelihood=True, answers=False),
     "regression": Preset(
         "niah", "256", "dropkv,snapkv:shared,random", "0.1", "aware", 40, likelihood=True, answers=False
     ),
