@@ -26,6 +26,7 @@ LAYERS = [
     {"cache"},
     {"observation", "integration", "planning"},
     {"models"},
+    {"engines"},
     {"theory", "eval", "bench"},
     {"report", "show"},
     {"cli"},

@@ -1,0 +1,1 @@
+"""Eviction inside serving engines; importing this imports none of them."""

@@ -1,0 +1,119 @@
+"""Budgets for engines that store a cache in blocks: whole blocks of chosen tokens, then the prompt's partial block.
+
+With P prompt tokens and blocks of `block_size`, t = ⌊P/block_size⌋ is the block that the first new token goes to and
+P − t·block_size prompt tokens lie in it. Those stay where they are, so they are always kept; the other kept tokens fill
+m whole blocks. m depends on P alone, never on a score: whoever knows P knows the layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+from torch import Tensor
+
+from decantkv.budget import count, fixed_spans
+from decantkv.options import expect_int
+from decantkv.scoring.window import AttentionWindow
+from decantkv.settings import Settings
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What becomes of one prompt's blocks.
+
+    Attributes:
+        prompt_len: P tokens.
+        block_size: tokens of a block.
+        kept_blocks: m, the whole blocks that chosen tokens fill.
+        tail_block: t, the block that the first new token goes to; the prompt's last P − t·block_size tokens are in it.
+    """
+
+    prompt_len: int
+    block_size: int
+    kept_blocks: int
+    tail_block: int
+
+    @property
+    def first_block(self) -> int:
+        """t − m: the prompt's first block that is still needed; the blocks before it are freed."""
+        return self.tail_block - self.kept_blocks
+
+    @property
+    def evicts(self) -> bool:
+        """Whether anything is dropped."""
+        return self.first_block > 0
+
+    @property
+    def tail(self) -> int:
+        """Prompt tokens in the partial block."""
+        return self.prompt_len - self.tail_block * self.block_size
+
+    @property
+    def chosen(self) -> int:
+        """Tokens that each KV head chooses for the whole blocks."""
+        return self.kept_blocks * self.block_size
+
+    @property
+    def kept(self) -> int:
+        """Prompt tokens that each KV head keeps."""
+        return self.chosen + self.tail
+
+    @property
+    def dropped(self) -> int:
+        """Prompt tokens that each KV head drops: as many as the freed blocks hold."""
+        return self.first_block * self.block_size
+
+
+@dataclass(frozen=True)
+class BlockSettings(Settings):
+    """Settings that keep whole blocks, so that every engine keeps the same tokens.
+
+    Attributes:
+        block_size: tokens of a block; with 1 these are plain settings.
+    """
+
+    block_size: int = 1
+
+    @classmethod
+    def of(cls, settings: Settings, block_size: int) -> Self:
+        """The same settings in blocks.
+
+        Raises:
+            TypeError, ValueError: `block_size` is no positive whole number.
+        """
+        own = {name: getattr(settings, name) for name in Settings.__dataclass_fields__}
+        return replace(cls(**own), block_size=expect_int("block_size", block_size, at_least=1))
+
+    def n_keep(self, lengths: Sequence[int]) -> list[int]:
+        """Tokens each head keeps: the budget, filled up to whole blocks and the prompt's partial one."""
+        return [self.plan(length).kept for length in lengths]
+
+    def plan(self, length: int) -> Plan:
+        """The layout of a prompt of `length` tokens: fewest blocks that hold the budget and all that is protected.
+
+        Raises:
+            ValueError: as `Settings.n_keep`.
+        """
+        (wanted,) = super().n_keep([length])
+        tail = length % self.block_size
+        always = fixed_spans(
+            length, window=max(self.method.window, tail), sinks=self.sinks, protect=self.protect
+        )  # what is protected before the partial block must find room in the whole ones
+        blocks = -(-(max(wanted, count(always)) - tail) // self.block_size)
+        return Plan(length, self.block_size, blocks, length // self.block_size)
+
+    def _options(
+        self,
+        scores: Tensor,
+        win: AttentionWindow | None,
+        lengths: Sequence[int] | None,
+        *rest: Any,
+    ) -> dict[str, Any]:
+        options = super()._options(scores, win, lengths, *rest)
+        rows = options["lengths"] or [scores.shape[2]] * scores.shape[0]
+        options["forced_tail"] = [
+            max(own, length % self.block_size) for own, length in zip(options["forced_tail"], rows, strict=True)
+        ]
+        return options

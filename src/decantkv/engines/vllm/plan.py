@@ -1,0 +1,26 @@
+"""`plan`: what becomes of a prompt's blocks, in whole numbers that scheduler and workers compute alike."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from decantkv.engines.blocks import BlockSettings, Plan
+
+__all__ = ["Plan", "plan"]
+
+
+@lru_cache(maxsize=65536)
+def plan(prompt_len: int, settings: BlockSettings) -> Plan:
+    """The layout of a prompt: its last m whole blocks keep chosen tokens, the blocks before them are freed.
+
+    Each KV head gathers its m·block_size tokens and writes them into the blocks [t − m, t); block t stays as it is.
+    From then on the request reads its blocks from t − m on, and its length is shorter by the freed blocks' tokens.
+
+    Args:
+        prompt_len: P tokens.
+        settings: with the block size of the pool.
+
+    Raises:
+        ValueError: protected spans outside the prompt.
+    """
+    return settings.plan(prompt_len)
