@@ -15,16 +15,34 @@ from transformers import LlamaForCausalLM
 
 import decantkv
 from decantkv.evicting import EvictingLayer
+from decantkv.peers import Peers
+from decantkv.selection import select
 from tests import tiny
 from tests.families import at_least
 from tests.judge import kept_masks, logits_with
 
 STEPS = [torch.tensor([[7]]), torch.tensor([[11]]), torch.tensor([[3, 5]])]
-PROMPTS = {
-    "one": ("dropkv", {"input_ids": tiny.prompt(120)}),
-    "padded": ("dropkv", tiny.left_padded([tiny.prompt(120, seed=1), tiny.prompt(50, seed=2)])),
-    "weighed by W_O": ("criticalkv", {"input_ids": tiny.prompt(120)}),
+ONE, PADDED = {"input_ids": tiny.prompt(120)}, tiny.left_padded([tiny.prompt(120, seed=1), tiny.prompt(50, seed=2)])
+# each head decides for itself, so nothing is exchanged
+ALONE = {
+    "one": ({}, ONE),
+    "padded": ({}, PADDED),
+    "weighed by W_O": ({"method": "criticalkv"}, ONE),
+    "pyramid": ({"method": "pyramidkv"}, ONE),
 }
+# heads agree or compete: one exchange a layer
+TOGETHER = {
+    "shared": ({"allocation": "shared"}, ONE),
+    "shared, padded": ({"allocation": "shared"}, PADDED),
+    "tova": ({"method": "tova"}, PADDED),
+    "ada": ({"method": "adadropkv"}, ONE),
+    "ada, padded": ({"method": "adakv"}, PADDED),
+    "ada of two stages": ({"method": "criticalkv", "allocation": "ada"}, ONE),
+    "ada-kvpress": ({"allocation": "ada-kvpress"}, PADDED),
+    "heads": ({"allocation": "heads"}, PADDED),
+}
+PROMPTS = {**ALONE, **TOGETHER}
+LAYERS = 3
 EXCHANGES = ["all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "broadcast", "barrier",
              "broadcast_object_list", "reduce_scatter_tensor", "all_to_all_single", "send", "recv"]  # fmt: skip
 
@@ -71,21 +89,44 @@ class CountExchanges:
         return counted
 
 
+def selections():
+    """Scores [B, 4, N] of both processes' heads with many ties, and what is asked of them."""
+    rng = torch.Generator().manual_seed(3)
+    for allocation in ("shared", "ada", "ada-kvpress", "heads"):
+        for high, lengths, n_keep in ((3, None, 9), (50, [40, 23], [11, 5]), (2, [40, 7], [40, 6])):
+            scores = torch.randint(0, high, (2, 4, 40), generator=rng).float() / 8
+            scores[:, 1] *= 10  # one head wins most
+            options = {"allocation": allocation, "lengths": lengths, "n_keep": n_keep, "window": 2, "sinks": 1}
+            yield scores, options
+
+
+def select_own(scores, **options):
+    """[B, 2, N] bool: what this process keeps for its two heads."""
+    peers = Peers(dist.group.WORLD, dist.get_world_size(), dist.get_rank())
+    return select(scores.chunk(2, 1)[dist.get_rank()], peers=peers, **options).mask(scores.shape[2])
+
+
 def main(folder: str, out: str) -> None:
     exchanges = CountExchanges()
     model = across_ranks(folder)
     exchanges.all = 0
     found = {}
-    for name, (method, inputs) in PROMPTS.items():
-        cache = decantkv.EvictingCache(model, method, budget=0.2)
+    for name, (settings, inputs) in PROMPTS.items():
+        exchanges.deciding = 0
+        cache = decantkv.EvictingCache(model, **settings, budget=0.2)
         rows = inputs["input_ids"].shape[0]
         logits = logits_with(model, cache, inputs, [step.expand(rows, -1) for step in STEPS])
-        found[name] = {"logits": logits, "kept": kept_masks(cache, 120), "stored": cache.layers[0].keys.shape}
+        found[name] = {"logits": logits, "kept": kept_masks(cache, 120), "deciding": exchanges.deciding}
+    exchanges.deciding = 0
     with decantkv.attach(model, budget=0.2):
         found["generated"] = model.generate(tiny.prompt(120), max_new_tokens=6, **tiny.GREEDY)
     found["exchanges"], found["deciding"] = exchanges.all, exchanges.deciding
+    with decantkv.attach(model, allocation="shared", budget=26, every=4) as run:
+        found["renewed"] = model.generate(tiny.prompt(120), max_new_tokens=14, **tiny.GREEDY)
+        found["rounds"] = run.report().rounds
+    found["chosen"] = [select_own(scores, **options) for scores, options in selections()]
     refused = {}
-    for settings in ({"allocation": "shared"}, {"allocation": "ada"}, {"method": "adadropkv"}):
+    for settings in ({"allocation": "layer"}, {"method": "criticalkv", "allocation": "shared"}):
         try:
             decantkv.attach(model, budget=0.2, **settings)
         except ValueError as error:

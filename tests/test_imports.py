@@ -15,6 +15,7 @@ SOURCE = Path(decantkv.__file__).parent
 LAYERS = [
     {"options", "transfer", "buffers", "chunks"},
     {"budget", "ranking"},
+    {"peers"},
     {"scoring", "kernels", "allocation"},
     {"methods"},
     {"selection", "api", "needs"},

@@ -12,9 +12,10 @@ import torch
 from transformers import LlamaForCausalLM
 
 import decantkv
+from decantkv.selection import select
 from tests import tiny
 from tests.judge import kept_masks, logits_with
-from tests.ranks import PROMPTS, STEPS
+from tests.ranks import ALONE, LAYERS, PROMPTS, STEPS, TOGETHER, selections
 
 
 @pytest.fixture(scope="module")
@@ -48,33 +49,57 @@ def ranks(tmp_path_factory):
 @pytest.mark.parametrize("name", PROMPTS)
 def test_each_rank_keeps_what_one_process_keeps_for_its_heads(ranks, name):
     found, whole = ranks
-    method, inputs = PROMPTS[name]
-    cache = decantkv.EvictingCache(whole, method, budget=0.2)
+    settings, inputs = PROMPTS[name]
+    cache = decantkv.EvictingCache(whole, **settings, budget=0.2)
     rows = inputs["input_ids"].shape[0]
     logits = logits_with(whole, cache, inputs, [step.expand(rows, -1) for step in STEPS])
     kept = kept_masks(cache, 120)
     for rank, here in enumerate(found):
-        assert list(here[name]["stored"]) == [rows, 2, *cache.layers[0].keys.shape[2:]]
         torch.testing.assert_close(here[name]["logits"], logits, rtol=0, atol=1e-5)
         for layer, mask in kept.items():
             assert torch.equal(here[name]["kept"][layer], mask[:, 2 * rank : 2 * rank + 2])
 
 
-def test_deciding_exchanges_nothing(ranks):
+def test_heads_that_compete_across_ranks_differ_in_what_they_keep(ranks):
+    """Else the tests above would pass with every process for itself."""
+    for name in ("ada", "heads"):
+        sizes = [[int(mask.sum()) for mask in here[name]["kept"].values()] for here in ranks[0]]
+        assert sizes[0] != sizes[1]
+
+
+def test_deciding_exchanges_nothing_or_once_a_layer(ranks):
     found, whole = ranks
     with decantkv.attach(whole, budget=0.2):
         generated = whole.generate(tiny.prompt(120), max_new_tokens=6, **tiny.GREEDY)
     for here in found:
         assert here["exchanges"] > 0, "the model's own exchanges were seen"
         assert here["deciding"] == 0
+        assert {name: here[name]["deciding"] for name in ALONE} == dict.fromkeys(ALONE, 0)
+        assert {name: here[name]["deciding"] for name in TOGETHER} == dict.fromkeys(TOGETHER, LAYERS)
         assert torch.equal(here["generated"], generated)
 
 
-def test_what_looks_across_heads_is_refused_by_name(ranks):
+def test_an_answer_is_evicted_alike_by_all_ranks(ranks):
+    found, whole = ranks
+    with decantkv.attach(whole, allocation="shared", budget=26, every=4) as run:
+        generated = whole.generate(tiny.prompt(120), max_new_tokens=14, **tiny.GREEDY)
+    assert run.report().rounds == 3 * LAYERS
+    for here in found:
+        assert here["rounds"] == 3 * LAYERS
+        assert torch.equal(here["renewed"], generated)
+
+
+def test_ranks_choose_from_the_same_scores_what_one_process_chooses(ranks):
+    for number, (scores, options) in enumerate(selections()):
+        mask = select(scores, **options).mask(scores.shape[2])
+        assert torch.equal(torch.cat([here["chosen"][number] for here in ranks[0]], 1), mask), options
+
+
+def test_what_would_take_more_exchanges_is_refused_by_name(ranks):
     for here in ranks[0]:
-        assert len(here["refused"]) == 3
-        for message in here["refused"].values():
-            assert message.startswith("allocation: expected 'uniform' or 'pyramid' for a model spread over 2 processes")
+        layer, stages = here["refused"].values()
+        assert layer.startswith("allocation: expected one that is settled layer by layer for a model spread over 2")
+        assert "its second stage looks at all heads again" in stages
 
 
 def on_devices(tmp_path, places, **options):

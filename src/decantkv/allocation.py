@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from decantkv.options import Allocation, expect_fraction
+from decantkv.peers import Peers, wins_of_rows
 from decantkv.ranking import keep_highest, wins
 from decantkv.transfer import to_device
 
@@ -42,15 +43,16 @@ class AllocationRule:
         """
         return n_keep
 
-    def head_counts(self, priority: Tensor, n_keep: list[int], fixed: list[int]) -> Tensor:
+    def head_counts(self, priority: Tensor, n_keep: list[int], fixed: list[int], peers: Peers | None = None) -> Tensor:
         """Tokens each head keeps.
 
         Args:
             priority: [B, H, N], +inf at the always-kept keys, −inf at pads.
             n_keep, fixed: a number per batch row.
+            peers: processes that hold the layer's other heads, which take part where heads compete.
 
         Returns:
-            [B, H] int64; rows sum to H·n_keep.
+            [B, H] int64; rows sum to H·n_keep, over all peers' heads.
         """
         return to_device(n_keep, priority.device)[:, None].expand(priority.shape[:2])
 
@@ -82,17 +84,17 @@ class Ada(AllocationRule):
     def __post_init__(self) -> None:
         expect_fraction(f"{type(self).__name__}.alpha", self.alpha)
 
-    def head_counts(self, priority: Tensor, n_keep: list[int], fixed: list[int]) -> Tensor:
+    def head_counts(self, priority: Tensor, n_keep: list[int], fixed: list[int], peers: Peers | None = None) -> Tensor:
         """[B, H] int64: what a head wins in the contest, pulled towards the mean by α."""
-        alpha = _exact(self.alpha)
+        alpha, heads = _exact(self.alpha), _heads(priority, peers)
         free = priority.masked_fill(priority == torch.inf, -torch.inf)
+        budgets = [number - always for number, always in zip(n_keep, fixed, strict=True)]
+        won = wins_of_rows(free, [budget * heads for budget in budgets], peers)
         rows = []
-        for row, (number, always) in enumerate(zip(n_keep, fixed, strict=True)):
-            budget = number - always
-            won = wins(free[row], budget * priority.shape[1])
-            parts = (alpha.denominator - alpha.numerator) * won + alpha.numerator * budget
-            rows.append(always + _largest_remainder(parts, alpha.denominator, budget * priority.shape[1]))
-        return torch.stack(rows)
+        for row, (budget, always) in enumerate(zip(budgets, fixed, strict=True)):
+            parts = (alpha.denominator - alpha.numerator) * won[row] + alpha.numerator * budget
+            rows.append(always + _largest_remainder(parts, alpha.denominator, budget * heads))
+        return _own(torch.stack(rows), peers)
 
 
 @dataclass(frozen=True)
@@ -120,13 +122,13 @@ class AdaKvpress(AllocationRule):
     def __post_init__(self) -> None:
         expect_fraction("AdaKvpress.alpha", self.alpha)
 
-    def head_counts(self, priority: Tensor, n_keep: list[int], fixed: list[int]) -> Tensor:
+    def head_counts(self, priority: Tensor, n_keep: list[int], fixed: list[int], peers: Peers | None = None) -> Tensor:
         """[B, H] int64: the guarantee and what is won beyond it."""
-        alpha, heads = _exact(self.alpha), priority.shape[1]
+        alpha, heads = _exact(self.alpha), _heads(priority, peers)
         safe = [max(int(alpha * number), always) for number, always in zip(n_keep, fixed, strict=True)]
         own = torch.tensor(safe, device=priority.device)[:, None].expand(priority.shape[:2])
         lifted = keep_highest(priority, by=priority, counts=own)
-        return torch.stack([wins(lifted[row], number * heads) for row, number in enumerate(n_keep)])
+        return _own(wins_of_rows(lifted, [number * heads for number in n_keep], peers), peers)
 
 
 @dataclass(frozen=True)
@@ -260,6 +262,14 @@ class Contest:
 
 def _widened(x: Tensor, width: int) -> Tensor:
     return torch.nn.functional.pad(x, (0, width - x.shape[1]), value=-torch.inf)
+
+
+def _heads(priority: Tensor, peers: Peers | None) -> int:
+    return priority.shape[1] * (1 if peers is None else peers.size)
+
+
+def _own(counts: Tensor, peers: Peers | None) -> Tensor:
+    return counts if peers is None else peers.own(counts)
 
 
 def _largest_remainder(parts: Tensor, denominator: int, total: int) -> Tensor:

@@ -19,6 +19,7 @@ from decantkv.allocation import UNIFORM, Shared
 from decantkv.budget import count
 from decantkv.inner import Inner, check_inner
 from decantkv.options import Span, expect_choice, expect_int
+from decantkv.peers import Peers
 from decantkv.ranking import FILLER
 from decantkv.scoring.window import AttentionWindow
 from decantkv.selection import Kept
@@ -163,6 +164,7 @@ def choose(
     n_keep: Sequence[int],
     forced: Tensor | None,
     shared: bool,
+    peers: Peers | None = None,
 ) -> Kept:
     """One round: the slots each head keeps, by the settings' scores; every head of a row keeps equally many.
 
@@ -171,8 +173,9 @@ def choose(
         lengths: real tokens stored by each row; n_keep: how many of them stay.
         forced: [B, H, N] bool, slots that stay whatever their score; None: none beyond window and sinks.
         shared: one set for all heads.
+        peers: processes that hold the layer's other heads.
     """
     one = shared or isinstance(settings.allocation, Shared)
     plain = dataclasses.replace(settings, protect=(), allocation=Shared() if one else UNIFORM)
     scores = plain.score(win)
-    return plain.choose(scores, win=win, lengths=lengths, shared=shared, n_keep=n_keep, forced=forced)
+    return plain.choose(scores, win=win, lengths=lengths, shared=shared, n_keep=n_keep, forced=forced, peers=peers)

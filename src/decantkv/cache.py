@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 
 from decantkv import files, interface
-from decantkv.allocation import AllocationRule
+from decantkv.allocation import AllocationRule, Shared
 from decantkv.bounded import UNBOUNDED, Bounds, Decode
 from decantkv.budget import Budget
 from decantkv.evicting import EvictingLayer
@@ -30,6 +30,7 @@ from decantkv.layers import PromptLayer, gather, window_of
 from decantkv.methods import Method
 from decantkv.needs import rotation
 from decantkv.options import Allocation, Impl, Span
+from decantkv.peers import Peers
 from decantkv.ragged_layers import LayerContest, RaggedLayer
 from decantkv.records import Recorder, Report, storage_bytes
 from decantkv.settings import Settings, must_share
@@ -134,7 +135,9 @@ class EvictingCache(DynamicCache):
         shared = twice or getattr(config, "kv_lora_rank", None) is not None
         if shared and settings.allocation.ragged:
             raise must_share(settings.allocation.name)
-        _check_spread(model, settings, shared)
+        peers = Peers.of(model)
+        if peers is not None:
+            _check_spread(model, settings, shared, peers)
         rotate = rotation(model) if "rotate" in settings.method.needs else None
 
         # layers that may attend for themselves; one set for heads that share a latent leaves that to the model
@@ -143,7 +146,7 @@ class EvictingCache(DynamicCache):
         def new(layer_idx: int) -> PromptLayer:
             kind = RaggedLayer if own else EvictingLayer
             layer = kind(layer_idx, cache_id, settings, recorder, shared=shared, rotate=rotate, bounds=bounds)
-            layer.attends_twice = twice
+            layer.attends_twice, layer.peers = twice, peers
             return layer
 
         recorder.left_alone = replace_layers(self, model, new)
@@ -293,14 +296,23 @@ def check_model(model: object) -> None:
         )
 
 
-def _check_spread(model: PreTrainedModel, settings: Settings, shared: bool) -> None:
-    """Each process of a tensor-parallel model sees its own heads and decides about them alone."""
-    parts, rule = getattr(model, "_tp_size", None) or 1, settings.allocation
-    if parts > 1 and (shared or settings.method.shared_by_heads or rule.ragged or rule.name == "shared"):
-        name = "shared" if shared or settings.method.shared_by_heads else rule.name
+def _check_spread(model: PreTrainedModel, settings: Settings, shared: bool, peers: Peers) -> None:
+    """Each process of a tensor-parallel model sees its own heads; one exchange a layer is all they agree by."""
+    method, rule = settings.method, settings.allocation
+    if shared:
         raise ValueError(
-            f"allocation: expected 'uniform' or 'pyramid' for a model spread over {parts} processes, each of which "
-            f"sees its own heads alone, got {name!r}, which looks across heads"
+            f"model: expected heads that store tokens of their own where {peers.size} processes share them, got "
+            f"{type(model).__name__}, whose heads share one set"
+        )
+    if rule.over_layers:
+        raise ValueError(
+            f"allocation: expected one that is settled layer by layer for a model spread over {peers.size} processes, "
+            f"got {rule.name!r}; use 'ada', 'heads' or 'uniform'"
+        )
+    if (method.shared_by_heads or isinstance(rule, Shared)) and type(method).rank is not Method.rank:
+        raise ValueError(
+            f"allocation: expected one that tells heads apart with {method.name} for a model spread over {peers.size} "
+            "processes, since its second stage looks at all heads again, got 'shared'; use 'uniform' or 'ada'"
         )
 
 

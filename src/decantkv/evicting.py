@@ -15,6 +15,7 @@ from decantkv.interface import AttentionCall
 from decantkv.layers import PromptLayer, gather_kv, valid_slots, window_of
 from decantkv.masks import PromptMask, real_tokens
 from decantkv.needs import output_projection
+from decantkv.peers import Peers
 from decantkv.records import LayerRecord, Recorder, storage_bytes
 from decantkv.scoring.window import AttentionWindow, Rotate, make_window
 from decantkv.selection import Kept
@@ -26,6 +27,7 @@ class EvictingLayer(PromptLayer):
     """Scores its prompt by the model's own attention call and keeps the costliest tokens."""
 
     attends_twice = False  # the model makes two attention calls a layer, of which the cache sees one
+    peers: Peers | None = None  # processes that hold the layer's other heads
 
     def __init__(
         self,
@@ -125,7 +127,9 @@ class EvictingLayer(PromptLayer):
         self, scores: Tensor, win: AttentionWindow, lengths: Sequence[int] | None, shared: bool, counts: list[int]
     ) -> Kept:
         settings, terms = self._terms(counts)
-        return settings.choose(scores, win=win, lengths=lengths, layer=self.place, shared=shared, **terms)
+        return settings.choose(
+            scores, win=win, lengths=lengths, layer=self.place, shared=shared, peers=self.peers, **terms
+        )
 
     def _terms(self, counts: list[int]) -> tuple[Settings, dict[str, Any]]:
         """The settings for what is stored, and what they cannot know of it: counts, and where protected tokens lie."""
@@ -211,7 +215,8 @@ class EvictingLayer(PromptLayer):
     def _round(self, win: AttentionWindow, lengths: list[int], counts: list[int], forced: Tensor | None) -> Kept:
         self.recorder.rounds += 1
         with self.recorder.stopwatch.measure("scoring", win.k.device):
-            return choose(self.settings, win, lengths=lengths, n_keep=counts, forced=forced, shared=self.shared)
+            return choose(self.settings, win, lengths=lengths, n_keep=counts, forced=forced, shared=self.shared,
+                          peers=self.peers)  # fmt: skip
 
     def _begin_answer(self, call: AttentionCall, lengths: Sequence[int], counts: list[int]) -> None:
         """The prompt is done: remember what later evictions need to know of it."""

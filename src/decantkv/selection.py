@@ -24,6 +24,7 @@ from decantkv.options import (
     expect_odd,
     expect_spans,
 )
+from decantkv.peers import Peers, mean_over_heads
 from decantkv.ranking import FILLER, highest
 from decantkv.transfer import move, to_device
 
@@ -108,6 +109,7 @@ def select(
     rank: Rank | None = None,
     shared: bool = False,
     impl: Impl = "auto",
+    peers: Peers | None = None,
 ) -> Kept:
     """Choose the tokens to keep.
 
@@ -132,6 +134,8 @@ def select(
         shared: one set for all heads, whatever else the rule says.
         impl: "auto" takes the fused kernel for scores on CUDA where it covers the rule, "triton" insists on it, any
             other name is plain torch. Both choose the same tokens.
+        peers: processes that hold the layer's other heads: one set for all heads, and heads that compete, take all of
+            them into account, by one exchange. `rank` must look at one head alone, and `shared` excludes it.
 
     Raises:
         TypeError, ValueError: an argument out of its range, `n_keep` below what is protected, or a kernel asked for
@@ -156,11 +160,13 @@ def select(
     if impl in ("auto", "triton"):
         reason = _fused_unsupported(scores, task, rank)
         if reason is None:
-            return _select_fused(scores, task)
+            return _select_fused(scores, task, peers)
         if impl == "triton":
             raise ValueError(f"impl: expected one that can take this selection, got 'triton': {reason}")
-    chosen = _order(scores, task, rank)
-    heads, counts = scores.shape[1], chosen.rule.head_counts(chosen.priority, chosen.n_keep, chosen.fixed)
+    chosen = _order(scores, task, rank, peers)
+    heads, rule = scores.shape[1], chosen.rule
+    across = None if task.shared else peers  # one set for all heads is agreed on already
+    counts = rule.head_counts(chosen.priority, chosen.n_keep, chosen.fixed, across)
     if chosen.rule.over_layers:
         raise ValueError("allocation: expected a rule for one layer's scores, got 'layer', which compares all layers'")
     most = int(counts.max()) if chosen.rule.ragged else max(chosen.n_keep)
@@ -296,9 +302,9 @@ class _Task(NamedTuple):
         )
 
 
-def _order(scores: Tensor, task: _Task, rank: Rank | None) -> Order:
+def _order(scores: Tensor, task: _Task, rank: Rank | None, peers: Peers | None = None) -> Order:
     if task.shared:
-        scores = scores.mean(1, keepdim=True)
+        scores = mean_over_heads(scores, peers)
     pooled = pool_scores(scores, pool=task.pool, kernel_size=task.kernel_size, lengths=task.padded, stop=task.stop)
     protected, pads = _protected(task.spans, task.rows, pooled), _pads(task.padded, pooled)
     pooled = _bounded(pooled, protected, pads)
@@ -322,13 +328,13 @@ def _fused_unsupported(scores: Tensor, task: _Task, rank: Rank | None) -> str | 
     return None
 
 
-def _select_fused(scores: Tensor, task: _Task) -> Kept:
+def _select_fused(scores: Tensor, task: _Task, peers: Peers | None) -> Kept:
     """The same choice in one pass of the fused kernel, without the host waiting."""
     from decantkv import kernels
 
     batch, heads, kv_len = scores.shape
     device, most, tail = scores.device, max(task.n_keep), min(task.tails)
-    scores = scores.mean(1, keepdim=True) if task.shared else scores
+    scores = mean_over_heads(scores, peers) if task.shared else scores
     even = min(task.n_keep) == most
     counts = scores.new_full((batch, scores.shape[1]), most, dtype=torch.int64)
     if not even:

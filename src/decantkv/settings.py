@@ -13,6 +13,7 @@ from decantkv.allocation import UNIFORM, AllocationRule, resolve_allocation
 from decantkv.budget import Budget, count, fixed_spans
 from decantkv.methods import Method, resolve
 from decantkv.options import Allocation, Impl, Span, expect_choice, expect_int, expect_spans
+from decantkv.peers import Peers
 from decantkv.scoring.window import AttentionWindow
 from decantkv.selection import Kept, Order, order, select
 
@@ -108,6 +109,7 @@ class Settings:
         shared: bool = False,
         n_keep: Sequence[int] | None = None,
         forced: Tensor | None = None,
+        peers: Peers | None = None,
     ) -> Kept:
         """Select by the method's own rules and these settings.
 
@@ -119,11 +121,13 @@ class Settings:
             shared: force one set for all heads.
             n_keep: tokens each head of a row keeps; None: by the budget.
             forced: [B, H, N] bool, keys that come before all but the protected ones; None: none.
+            peers: processes that hold the layer's other heads.
 
         Raises:
             ValueError: the allocation gives heads different numbers where they must share one set.
         """
-        return select(scores, **self._options(scores, win, lengths, layer, shared, n_keep, forced), impl=self.impl)
+        options = self._options(scores, win, lengths, layer, shared, n_keep, forced)
+        return select(scores, **options, impl=self.impl, peers=peers)
 
     def order(
         self,
