@@ -1,0 +1,179 @@
+"""Switching the plug-in on: decided once in the process that reads the options, then followed by every worker."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+from decantkv.engines.vllm import compat
+from decantkv.engines.vllm.asked import KEY, REFUSED, Asked, read
+from decantkv.engines.vllm.counters import CARRIER, WORKER, Shown
+
+logger = logging.getLogger("vllm.decantkv")
+
+# vLLM's name of a backend, and ours in its place
+BACKENDS = {
+    "cpu": {"CPU_ATTN": "decantkv.engines.vllm.backend_cpu.DropKVCPUBackend"},
+    "cuda": {
+        "TRITON_ATTN": "decantkv.engines.vllm.backend_gpu.DropKVTritonBackend",
+        "FLASH_ATTN": "decantkv.engines.vllm.backend_gpu.DropKVFlashBackend",
+    },
+}
+
+
+def install() -> None:
+    """Watch for options; vLLM itself is untouched until a configuration asks for eviction."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    create, start = EngineArgs.create_engine_config, WorkerBase.__init__
+    if hasattr(start, "__wrapped__"):
+        return
+
+    @functools.wraps(create)
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        config = create(self, *args, **kwargs)
+        decide(config)
+        return config
+
+    @functools.wraps(start)
+    def init(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        start(self, vllm_config, *args, **kwargs)
+        activate(self, vllm_config)
+
+    EngineArgs.create_engine_config, WorkerBase.__init__ = create_engine_config, init
+
+
+def decide(config: Any) -> None:
+    """Write into a new configuration whether it evicts, so that every process it travels to does the same.
+
+    Raises:
+        ValueError, TypeError: eviction is refused and `strict` was asked for.
+    """
+    from decantkv.engines.vllm.refusals import check
+
+    raw: object = None
+    try:
+        raw = read(config.additional_config)
+        if raw is None:
+            return
+        asked = Asked.parse(raw)
+        check(config, asked, compat.installed())
+        overrides(config)
+    except (ValueError, TypeError) as error:
+        if isinstance(raw, dict) and raw.get("strict") is True:
+            raise
+        logger.error("decantkv stays off and vLLM serves as it would without: %s", error)
+        _note(config, REFUSED)
+        return
+    _note(config, dict(asked.raw))
+    show_counters()
+    logger.info("decantkv evicts prompts by %s, budget %s", asked.settings.method.describe(), asked.raw["budget"])
+
+
+def _note(config: Any, value: object) -> None:
+    if not isinstance(config.additional_config, dict):
+        raise TypeError(
+            f"additional_config: expected a mapping that can hold {KEY!r}, got {type(config.additional_config).__name__}"
+        )
+    config.additional_config = {**config.additional_config, KEY: value}
+
+
+def overrides(config: Any) -> dict[Any, str]:
+    """The backends that are replaced on this platform, as vLLM's registry names them.
+
+    Raises:
+        ValueError: no backend of ours for the platform, or another plug-in has replaced one of them.
+    """
+    from vllm.v1.attention.backends import registry
+
+    kind = getattr(config.device_config, "device_type", None)
+    if kind not in BACKENDS:
+        raise ValueError(f"device: expected {' or '.join(BACKENDS)}, got {kind}")
+    ours = {registry.AttentionBackendEnum[name]: path for name, path in BACKENDS[kind].items()}
+    for backend, path in ours.items():
+        holder = registry._ATTN_OVERRIDES.get(backend, path)
+        if holder != path:
+            raise ValueError(f"attention backend {backend.name}: expected vLLM's own, got {holder} of another plug-in")
+    return ours
+
+
+def activate(worker: Any, config: Any) -> None:
+    """Make a worker evict where its configuration says so, and leave it alone where it does not."""
+    from vllm.v1.attention import selector
+    from vllm.v1.attention.backends import registry
+
+    raw = config.additional_config.get(KEY) if isinstance(config.additional_config, dict) else None
+    if raw is None or raw == REFUSED:
+        for names in BACKENDS.values():
+            for name, path in names.items():
+                backend = registry.AttentionBackendEnum[name]
+                if registry._ATTN_OVERRIDES.get(backend) == path:
+                    del registry._ATTN_OVERRIDES[backend]
+                    selector._cached_get_attn_backend.cache_clear()
+        return
+    from decantkv.engines.vllm import batch, layers
+
+    asked = Asked.parse(raw)
+    for backend, path in overrides(config).items():
+        registry.register_backend(backend, path)
+    selector._cached_get_attn_backend.cache_clear()
+    carry_counters()
+
+    describe, prepare = worker.get_kv_cache_spec, worker.init_device
+
+    def get_kv_cache_spec() -> Any:
+        return layers.evicting_specs(describe(), asked, config)
+
+    def init_device(*args: Any, **kwargs: Any) -> Any:
+        out = prepare(*args, **kwargs)
+        batch.watch(worker.model_runner)
+        return out
+
+    worker.get_kv_cache_spec, worker.init_device = get_kv_cache_spec, init_device
+
+
+def carry_counters() -> None:
+    """A worker's counters leave its process with the next step's output."""
+    from vllm.v1.outputs import ModelRunnerOutput
+
+    make = ModelRunnerOutput.__init__
+    if hasattr(make, "__wrapped__"):
+        return
+
+    @functools.wraps(make)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        taken = WORKER.take()
+        if taken is not None:
+            setattr(self, CARRIER, taken)
+
+    ModelRunnerOutput.__init__ = init
+
+
+def show_counters() -> None:
+    """What engines counted, in the registry behind /metrics of this process."""
+    from vllm.v1.metrics.loggers import StatLoggerManager
+
+    start, record = StatLoggerManager.__init__, StatLoggerManager.record
+    if hasattr(record, "__wrapped__"):
+        return
+
+    @functools.wraps(start)
+    def init(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        start(self, vllm_config, *args, **kwargs)
+        asked = vllm_config.additional_config.get(KEY) if isinstance(vllm_config.additional_config, dict) else None
+        self._decantkv = None if asked in (None, REFUSED) else Shown(vllm_config.model_config.served_model_name, self.engine_indexes)
+
+    @functools.wraps(record)
+    def record_stats(self: Any, scheduler_stats: Any, *args: Any, **kwargs: Any) -> Any:
+        carried = getattr(scheduler_stats, "kv_connector_stats", None)
+        if carried and CARRIER in carried:
+            scheduler_stats.kv_connector_stats = None
+            engine = kwargs.get("engine_idx") or 0
+            if self._decantkv is not None:
+                self._decantkv.show(carried[CARRIER], engine)
+        return record(self, scheduler_stats, *args, **kwargs)
+
+    StatLoggerManager.__init__, StatLoggerManager.record = init, record_stats

@@ -1,0 +1,103 @@
+"""vLLM's CPU backend, evicting: keys and values are gathered through the block table and written back in its layout."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm import _custom_ops as ops
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadataBuilder,
+)
+
+from decantkv.engines.vllm.attention import ATTRIBUTE, EvictingBuilder
+from decantkv.engines.vllm.counters import WORKER
+from decantkv.engines.vllm.eviction import Heads, choose
+from decantkv.engines.vllm.plan import Plan
+from decantkv.engines.vllm.windows import Windows
+
+
+class DropKVCPUBuilder(EvictingBuilder, CPUAttentionMetadataBuilder):
+    """Metadata over shifted tables."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.eviction is not None and self.isa != "vec":
+            raise ValueError(
+                f"attention: expected a cache in the CPU's plain vector layout (head sizes that 32 divides), got "
+                f"{self.isa!r}"
+            )
+
+
+class DropKVCPUImpl(CPUAttentionBackendImpl):
+    """Attends as ever; then the prompts that ended are scored and compacted."""
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        """vLLM's own attention, and eviction behind it; shapes are vLLM's."""
+        out: Tensor = super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
+        step = getattr(attn_metadata, ATTRIBUTE, None)
+        if step is None or not step.queries:
+            return out
+        start = time.perf_counter()
+        if not hasattr(self, "_windows"):
+            self._windows = Windows(step.settings.rows)
+        for run, queries in self._windows.take(step, query):
+            blocks = attn_metadata.block_table[run.row, : -(-run.plan.prompt_len // run.plan.block_size)].long()
+            self._evict(layer, queries, kv_cache, blocks, run.plan, step.settings)
+        WORKER.add(scoring_seconds=time.perf_counter() - start)
+        return out
+
+    def _evict(self, layer: Any, queries: Tensor, cache: Tensor, blocks: Tensor, made: Plan, settings: Any) -> None:
+        """Keep `made.chosen` tokens a head, in the prompt's last whole blocks."""
+        number, heads, size, _ = cache.shape
+        k_cache, v_cache = cache.view(number, heads, size * 2, -1).chunk(2, dim=2)
+        width = self.head_size
+        # a key block lies transposed, [D, tokens]; a value block [tokens, D]
+        k = k_cache[blocks].reshape(len(blocks), heads, width, size).permute(1, 0, 3, 2).reshape(heads, -1, width)
+        v = v_cache[blocks].permute(1, 0, 2, 3).reshape(heads, -1, width)
+        k, v = k[:, : made.prompt_len], v[:, : made.prompt_len]
+        chosen = choose(Heads.of(self).window(queries, k, v), settings, made)
+        slots = chosen[..., None].expand(-1, -1, width)
+        places = blocks[made.first_block : made.tail_block, None] * size + torch.arange(size)
+        ops.cpu_attn_reshape_and_cache(
+            k.gather(1, slots).transpose(0, 1).contiguous(),
+            v.gather(1, slots).transpose(0, 1).contiguous(),
+            k_cache,
+            v_cache,
+            places.flatten(),
+            layer.isa,
+            k_scale=layer._k_scale_float,
+            v_scale=layer._v_scale_float,
+            kv_cache_dtype=self.kv_cache_dtype,
+        )
+
+
+class DropKVCPUBackend(CPUAttentionBackend):
+    """In place of CPU_ATTN while a worker evicts."""
+
+    evicts = True
+
+    @staticmethod
+    def get_impl_cls() -> type[DropKVCPUImpl]:
+        """The implementation."""
+        return DropKVCPUImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[DropKVCPUBuilder]:
+        """The builder."""
+        return DropKVCPUBuilder

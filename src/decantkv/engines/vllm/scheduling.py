@@ -1,0 +1,122 @@
+"""Where vLLM's scheduler follows the plan: prefix hits end before the compacted blocks, chunks end with the prompt."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from decantkv.engines.vllm import compat
+from decantkv.engines.vllm.counters import CARRIER, ENGINE
+from decantkv.engines.vllm.steps import end_of_chunk
+
+
+def follow(manager: type) -> None:
+    """Make the scheduler's classes follow the plans of `manager`'s requests; other requests are scheduled as ever."""
+    if hasattr(KVCacheManager.get_computed_blocks, "__wrapped__"):
+        return
+    _cap_hits(manager)
+    _split_chunks(manager)
+    _count()
+
+
+def evicting(cache: Any, manager: type) -> Any | None:
+    """The evicting manager among a `KVCacheManager`'s, or None."""
+    return next((one for one in cache.coordinator.single_type_managers if isinstance(one, manager)), None)
+
+
+def _cap_hits(manager: type) -> None:
+    """A prompt's last blocks are read anew: they will be compacted, and the window's queries are needed."""
+    lookup = KVCacheManager.get_computed_blocks
+
+    @functools.wraps(lookup)
+    def get_computed_blocks(self: Any, request: Any) -> Any:
+        ours = evicting(self, manager)
+        made = None if ours is None else ours.plan(request.num_prompt_tokens)
+        if made is None or not made.evicts:
+            return lookup(self, request)
+        with _at_most(self.coordinator, made.dropped):
+            return lookup(self, request)
+
+    KVCacheManager.get_computed_blocks = get_computed_blocks
+
+
+@contextmanager
+def _at_most(coordinator: Any, tokens: int) -> Iterator[None]:
+    """While open, the coordinator finds hits of so many tokens at most."""
+    find = coordinator.find_longest_cache_hit
+
+    def find_longest_cache_hit(block_hashes: Any, max_cache_hit_length: int, *args: Any, **kwargs: Any) -> Any:
+        return find(block_hashes, min(max_cache_hit_length, tokens), *args, **kwargs)
+
+    coordinator.find_longest_cache_hit = find_longest_cache_hit
+    try:
+        yield
+    finally:
+        del coordinator.find_longest_cache_hit
+
+
+def _split_chunks(manager: type) -> None:
+    name = compat.seams(compat.installed()).split
+    if name == "_reserve_prefill_lookahead":
+        reserve = Scheduler._reserve_prefill_lookahead
+
+        @functools.wraps(reserve)
+        def reserve_prefill_lookahead(self: Any, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
+            allowed = _shortened(self, manager, request, num_computed_tokens, num_new_tokens)
+            return int(reserve(self, request, num_computed_tokens, allowed))
+
+        Scheduler._reserve_prefill_lookahead = reserve_prefill_lookahead
+        return
+    # until 0.26 the one place where every chunk may be shortened is meant for state-space layers, of which an
+    # evicting model has none
+    start, align = Scheduler.__init__, Scheduler._mamba_block_aligned_split
+
+    @functools.wraps(start)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        start(self, *args, **kwargs)
+        if evicting(self.kv_cache_manager, manager) is not None:
+            self.need_mamba_block_aligned_split = True
+
+    @functools.wraps(align)
+    def split(self: Any, request: Any, num_new_tokens: int, local: int = 0, external: int = 0) -> int:
+        if evicting(self.kv_cache_manager, manager) is None:
+            return int(align(self, request, num_new_tokens, local, external))
+        computed = request.num_computed_tokens + local + external
+        return _shortened(self, manager, request, computed, num_new_tokens)
+
+    Scheduler.__init__, Scheduler._mamba_block_aligned_split = init, split
+
+
+def _shortened(scheduler: Any, manager: type, request: Any, computed: int, wanted: int) -> int:
+    ours = evicting(scheduler.kv_cache_manager, manager)
+    if ours is None:
+        return wanted
+    mode = scheduler.vllm_config.compilation_config.cudagraph_mode
+    window, made = ours.kv_cache_spec.eviction.rows, ours.plan(request.num_prompt_tokens)
+    graphs = mode is not None and mode.has_full_cudagraphs()
+    return end_of_chunk(computed, wanted, made, window=window, graphs=graphs)
+
+
+def _count() -> None:
+    """Counters travel with what a worker answers, then with the engine's statistics."""
+    update, make = Scheduler.update_from_output, Scheduler.make_stats
+
+    @functools.wraps(update)
+    def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
+        ENGINE.add(**(getattr(model_runner_output, CARRIER, None) or {}))
+        return update(self, scheduler_output, model_runner_output)
+
+    @functools.wraps(make)
+    def make_stats(self: Any, *args: Any, **kwargs: Any) -> Any:
+        stats = make(self, *args, **kwargs)
+        taken = None if stats is None else ENGINE.take()
+        if taken is not None:
+            stats.kv_connector_stats = {CARRIER: taken}  # free: no connector runs beside eviction
+        return stats
+
+    Scheduler.update_from_output, Scheduler.make_stats = update_from_output, make_stats
