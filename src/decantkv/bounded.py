@@ -45,6 +45,7 @@ class Bounds:
             is the default until rows from a GPU stand beside the others.
         store: where kept tokens live: "plain" buffers, or a layer of transformers' own: "fp8" or "static". The latter
             two are for allocations that give heads equally many tokens, and leave attention to the model.
+        reuse_lse: a prompt's own attention also says its softmax denominators, so that scoring reads the keys once.
     """
 
     prefill_chunk: int | None = None
@@ -54,6 +55,7 @@ class Bounds:
     protect_prompt: bool = False
     decode: Decode = "model"
     store: Inner = "plain"
+    reuse_lse: bool = False
 
     def check(self, settings: Settings) -> Bounds:
         """These bounds, if they can be held under the settings.
@@ -71,6 +73,14 @@ class Bounds:
             other = "decode='own'" if self.decode == "own" else f"allocation={settings.allocation.name!r}"
             raise ValueError(f"store: expected 'plain' beside {other}, got {self.store!r}")
         method = settings.method
+        if not isinstance(self.reuse_lse, bool):
+            raise TypeError(f"reuse_lse: expected True or False, got {self.reuse_lse!r}")
+        if self.reuse_lse and (not method.by_window or "queries" in method.needs):
+            raise ValueError(
+                f"reuse_lse: expected a method that scores by the last queries' attention, got {method.describe()}"
+            )
+        if self.reuse_lse and settings.impl == "reference":
+            raise ValueError("reuse_lse: expected an implementation that reads keys once, got impl='reference'")
         always = method.window + settings.sinks
         if self.max_kv_tokens is not None:
             if self.prefill_chunk is None:

@@ -86,6 +86,7 @@ class EvictingCache(DynamicCache):
         protect_prompt: bool = False,
         decode: Decode = "model",
         store: Inner = "plain",
+        reuse_lse: bool = False,
         **options: Any,
     ) -> None:
         """Check everything and prepare empty layers; the model's parameters are not touched.
@@ -99,8 +100,8 @@ class EvictingCache(DynamicCache):
             sinks: first tokens always kept; None takes the method's own.
             protect: spans (start, stop) of prompt positions always kept.
             impl: "auto", "reference", "torch" or "triton".
-            prefill_chunk, max_kv_tokens, every, decode_budget, protect_prompt, decode, store: see `Bounds`; the
-                first is for `attach`, a loop of one's own gives its chunks under `deferred`.
+            prefill_chunk, max_kv_tokens, every, decode_budget, protect_prompt, decode, store, reuse_lse: see
+                `Bounds`; the first is for `attach`, a loop of one's own gives its chunks under `deferred`.
 
         Raises:
             TypeError, ValueError: an argument out of its range.
@@ -109,10 +110,8 @@ class EvictingCache(DynamicCache):
         settings = Settings.parse(
             method, budget=budget, allocation=allocation, sinks=sinks, protect=protect, impl=impl, **options
         )
-        bounds = Bounds(prefill_chunk, max_kv_tokens, every, decode_budget, protect_prompt, decode, store).check(
-            settings
-        )
-        self._prepare(model, settings, new_recorder(settings), bounds)
+        bounds = Bounds(prefill_chunk, max_kv_tokens, every, decode_budget, protect_prompt, decode, store, reuse_lse)
+        self._prepare(model, settings, new_recorder(settings), bounds.check(settings))
 
     @classmethod
     def of(

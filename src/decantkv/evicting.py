@@ -13,6 +13,7 @@ from decantkv.bounded import UNBOUNDED, Bounds, Trail, choose
 from decantkv.chunks import attend_chunk
 from decantkv.interface import AttentionCall
 from decantkv.layers import PromptLayer, gather_kv, valid_slots, window_of
+from decantkv.lse import attend_with_lse
 from decantkv.masks import PromptMask, real_tokens
 from decantkv.needs import output_projection
 from decantkv.peers import Peers
@@ -50,6 +51,8 @@ class EvictingLayer(PromptLayer):
         self.noted: AttentionCall | None = None  # the attention call they need
         self.held: tuple[int, ...] | None = None  # real tokens a waiting prompt has stored, once a chunk is in
         self.own_chunks = False  # attends to a prompt's later chunks by itself
+        # the window's output and log-sum-exp, or why the attention did not give them
+        self.hints: tuple[Tensor, Tensor] | str | None = None
         self.settings, self.recorder, self.shared, self.rotate = settings, recorder, shared, rotate
         self.uneven = settings.allocation.by_layer
         self.wants_every_query = "queries" in settings.method.needs
@@ -112,7 +115,10 @@ class EvictingLayer(PromptLayer):
         keys, _ = self._prompt()
         stopwatch, device = self.recorder.stopwatch, keys.device
         with stopwatch.measure("scoring", device):
-            win = window_of(call, seen, rows, self.layer_idx, needs=self.settings.method.needs, rotate=self.rotate)
+            win = window_of(
+                call, seen, rows, self.layer_idx, needs=self.settings.method.needs, rotate=self.rotate,
+                hints=self._take_hints(),
+            )  # fmt: skip
             scores = self.settings.score(win)
         # a latent cache (MLA) stores one head for all, some models repeat heads after the cache
         shared = self.shared or call.key.shape[1] != keys.shape[1]
@@ -141,13 +147,55 @@ class EvictingLayer(PromptLayer):
         return dataclasses.replace(self.settings, protect=()), {"n_keep": counts, "forced": forced}
 
     def attend(self, call: AttentionCall) -> Tensor | None:
-        """The attention of a prompt's later chunks, whose mask tells of the chunk alone; else the model's own."""
+        """The attention of a prompt's later chunks, whose mask tells of the chunk alone; else the model's own.
+
+        With `reuse_lse` that of a prompt in one piece too, by the op that sdpa would run.
+        """
         if not self.own_chunks or self.prompt is None or self.held is None:
-            return None
+            return self._attend_with_lse(call) if self.bounds.reuse_lse and self.prompt is not None else None
         new = call.query.shape[2]
         later = real_tokens(call.mask, batch=len(self.held), kv_len=new, device=call.key.device)
         held = tuple(a + b for a, b in zip(self.held, later, strict=True))
         return attend_chunk(call.query, call.key, call.value, held=held, scale=call.scale).transpose(1, 2)
+
+    def _attend_with_lse(self, call: AttentionCall) -> Tensor | None:
+        """[B, N, HQ, Dv], and the window's share of it and of the denominators in `hints`; None: the model's own."""
+        made: tuple[Tensor, Tensor] | str | None = self._no_lse(call)
+        if made is None:
+            with torch.no_grad():
+                made = attend_with_lse(call.query, call.key, call.value, scale=call.scale)
+        self.hints = made
+        if isinstance(made, str):
+            return None
+        out, lse = made
+        self.hints = out[:, :, -self.rows :], lse[:, :, -self.rows :]
+        return out.transpose(1, 2).contiguous()
+
+    def _no_lse(self, call: AttentionCall) -> str | None:
+        """Why a prompt's attention is left to the model, denominators unknown; None where it need not be."""
+        reasons = {
+            f"the attention is {call.backend!r}, not 'sdpa'": call.backend != "sdpa",
+            "the prompt came in chunks": self.deferred,
+            "the prompt has a mask, as padded batches have": call.mask is not None,
+            "the logits are capped": call.softcap is not None,
+            "the softmax has learned sinks": call.sink_logits is not None,
+            "the attention is not causal": not call.causal,
+            "weights are dropped at random": call.dropout > 0,
+            "the model attends twice a layer": self.attends_twice,
+        }
+        return next((reason for reason, holds in reasons.items() if holds), None)
+
+    def _take_hints(self) -> tuple[Tensor, Tensor] | None:
+        """What the attention told, once; the record says how often it did, and why not."""
+        hints, self.hints = self.hints, None
+        if not self.bounds.reuse_lse:
+            return None
+        if isinstance(hints, tuple):
+            self.recorder.reused_lse += 1
+            return hints
+        reason = hints or "the prompt came in chunks"
+        self.recorder.without_lse[reason] = self.recorder.without_lse.get(reason, 0) + 1
+        return None
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
         """Of the new tokens alone where the layer knows the older ones itself; see `PromptLayer.get_mask_sizes`."""
@@ -326,5 +374,5 @@ class EvictingLayer(PromptLayer):
     def reset(self) -> None:
         """Empty again."""
         super().reset()
-        self.trail = self.frame = self.held = None
+        self.trail = self.frame = self.held = self.hints = None
         self.recent, self.renewed, self.own_chunks = [], 0, False

@@ -50,6 +50,7 @@ def attach(
     protect_prompt: bool = False,
     decode: Decode = "model",
     store: Inner = "plain",
+    reuse_lse: bool = False,
     **options: Any,
 ) -> Run:
     """From here on, prompts that `model` reads keep only `budget` of their cache.
@@ -75,8 +76,9 @@ def attach(
         protect_prompt: what was kept of the prompt stays for good.
         decode: "model": the model's own attention reads what was kept; "own": attention that takes lengths instead of
             masks, and on CUDA steps of `generate` that are replayed as a CUDA graph; "auto": "own" on CUDA.
-
         store: "plain", or where kept tokens live inside a layer of transformers' own: "fp8" or "static".
+        reuse_lse: with sdpa, prompts are attended to by the same op of torch's, asked for its softmax denominators:
+            scoring then reads keys and values once instead of twice. `report` says where that was not possible.
 
     Raises:
         TypeError, ValueError: an argument out of its range.
@@ -86,8 +88,8 @@ def attach(
         method, budget=budget, allocation=allocation, sinks=sinks, protect=protect, impl=impl, **options
     )
     check_model(model)
-    bounds = Bounds(prefill_chunk, max_kv_tokens, every, decode_budget, protect_prompt, decode, store).check(settings)
-    return Run(model, settings, bounds)
+    bounds = Bounds(prefill_chunk, max_kv_tokens, every, decode_budget, protect_prompt, decode, store, reuse_lse)
+    return Run(model, settings, bounds.check(settings))
 
 
 class Run:

@@ -35,6 +35,7 @@ class AttentionCall:
         sink_logits: [HQ] learned sinks, or None.
         backend: name of the attention implementation, "eager", "sdpa", ...
         module: the attention module that called.
+        causal: whether, without a mask, tokens see only what is before them; dropout: share of weights dropped.
     """
 
     query: Tensor
@@ -46,6 +47,8 @@ class AttentionCall:
     sink_logits: Tensor | None
     backend: str
     module: nn.Module
+    causal: bool = True
+    dropout: float = 0.0
 
     @property
     def attention_class(self) -> str:
@@ -225,7 +228,7 @@ def _wrap(function: Attention, backend: str) -> Attention:
                 f"model: expected positions inside queries and keys, got {type(module).__name__} with relative "
                 "position biases, which count stored slots"
             )
-        scale = kwargs.get("scaling")
+        scale, causal = kwargs.get("scaling"), kwargs.get("is_causal")
         call = AttentionCall(
             query=query,
             key=key,
@@ -236,6 +239,8 @@ def _wrap(function: Attention, backend: str) -> Attention:
             sink_logits=kwargs.get("s_aux"),
             backend=backend,
             module=module,
+            causal=bool(getattr(module, "is_causal", True) if causal is None else causal),
+            dropout=kwargs.get("dropout") or 0.0,
         )
         own = listener.attend(call)
         if own is not None:

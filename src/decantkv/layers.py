@@ -298,8 +298,12 @@ def window_of(
     *,
     needs: frozenset[Need] = frozenset(),
     rotate: Rotate | None = None,
+    hints: tuple[Tensor, Tensor] | None = None,
 ) -> AttentionWindow:
-    """The attention call of a prompt as the methods receive it, with the last `rows` queries and what they need."""
+    """The attention call of a prompt as the methods receive it, with the last `rows` queries and what they need.
+
+    `hints`: those rows' output [B, HQ, w, Dv] and log-sum-exp [B, HQ, w], where the attention gave them.
+    """
     lengths = None if seen.lengths is None else to_device(seen.lengths, call.key.device)
     return make_window(
         call.query[:, :, -rows:],
@@ -310,6 +314,8 @@ def window_of(
         softcap=call.softcap,
         sink_logits=call.sink_logits,
         mask=seen.window,
+        out=None if hints is None else hints[0],
+        lse=None if hints is None else hints[1],
         layer_idx=layer_idx,
         queries=call.query if "queries" in needs and call.query.shape[2] == call.key.shape[2] else None,
         output_projection=output_projection(call.module, call.query, call.value) if "W_O" in needs else None,

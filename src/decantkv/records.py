@@ -95,6 +95,8 @@ class Recorder:
     left_alone: int = 0
     rounds: int = 0  # evictions of a layer while its prompt came in chunks or its answer was written
     capped: bool = False  # a cap left fewer tokens than the budget asked for
+    reused_lse: int = 0  # prompts of a layer whose scoring was handed the attention's output and denominators
+    without_lse: dict[str, int] = field(default_factory=dict)  # reason → those that were to be and were not
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Recorder:
         return self  # a copied cache goes on reporting to the same place
@@ -120,6 +122,8 @@ class Recorder:
             left_alone=self.left_alone,
             rounds=self.rounds,
             capped=self.capped,
+            reused_lse=self.reused_lse,
+            without_lse=dict(self.without_lse),
         )
 
 
@@ -135,6 +139,8 @@ class Report:
         left_alone: layers that are not full attention and keep their own cache.
         rounds: evictions of a layer between chunks of a prompt or while an answer was written.
         capped: `max_kv_tokens` left fewer tokens than the budget asked for.
+        reused_lse: prompts of a layer whose scoring was handed the attention's output and denominators; without_lse:
+            how many were scored in two passes although the first was asked for, by reason.
         graphed: steps of `generate` that came from a CUDA graph; without_graph: why they no longer do, or None.
     """
 
@@ -148,6 +154,8 @@ class Report:
     capped: bool = False
     graphed: int = 0
     without_graph: str | None = None
+    reused_lse: int = 0
+    without_lse: dict[str, int] = field(default_factory=dict)
 
     @property
     def evictions(self) -> int:
@@ -176,6 +184,7 @@ class Report:
             told.append("protected tokens alone exceed the budget's share, so more was kept than asked for")
         if self.capped:
             told.append("max_kv_tokens left fewer tokens than the budget asked for")
+        told += [f"reuse_lse: scored in two passes {number} times: {why}" for why, number in self.without_lse.items()]
         if self.without_graph is not None:
             told.append(f"decoding goes without a CUDA graph: {self.without_graph}")
         if self.layers and max(len(layer["seen"]) for layer in self.layers) == 1:
@@ -197,6 +206,8 @@ class Report:
                 "capped": self.capped,
                 "graphed": self.graphed,
                 "without_graph": self.without_graph,
+                "reused_lse": self.reused_lse,
+                "without_lse": self.without_lse,
                 "warnings": self.warnings,
                 "layers": list(self.layers),
             }
@@ -218,6 +229,8 @@ class Report:
             lines.append(f"scoring, selection and compaction {inside * 1e3:.3g} ms{prefill}")
         if self.rounds:
             lines.append(f"{self.rounds} evictions of a layer between chunks or while the answer was written")
+        if self.reused_lse:
+            lines.append(f"scored {self.reused_lse} times by the attention's own output and softmax denominators")
         if self.graphed:
             lines.append(f"{self.graphed} steps replayed as a CUDA graph")
         if self.left_alone:

@@ -25,6 +25,7 @@ class Method(ABC):
 
     Attributes:
         allocation: how its authors spread a budget over heads and layers; the user may choose another.
+        by_window: its scores come from the window's attention, whose output and denominators it can take over.
         cost: multiply-adds per cached token and KV head, g query heads sharing it, w window rows, D = Dv = d.
         window: the last w positions, whose queries score the rest and which are themselves always kept. 0 for
             methods that neither look at queries nor protect a window.
@@ -42,6 +43,7 @@ class Method(ABC):
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     shared_by_heads: ClassVar[bool] = False
     allocation: ClassVar[str] = "uniform"
+    by_window: ClassVar[bool] = True
 
     window: int = 0
     pool: Pool = "none"

@@ -36,6 +36,7 @@ class ExpectedAttention(Method):
     formula: ClassVar[str] = "softmax(μᵀk + kᵀΣk/2)·‖v‖"
     cost: ClassVar[str] = "2·g·d² + g·d"
     presets: ClassVar = {"paper": {}, "shared": {"window": 8, "pool": "max", "kernel_size": 11}}
+    by_window: ClassVar[bool] = False
 
     sinks: int = 4
     future: int = 512

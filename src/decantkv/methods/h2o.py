@@ -29,6 +29,7 @@ class H2O(Method):
     formula: ClassVar[str] = "Σ over all queries of p"
     cost: ClassVar[str] = "2·g·N·d"
     presets: ClassVar = {"paper": {}, "shared": {"window": 8, "recent": 0.0, "pool": "max", "kernel_size": 11}}
+    by_window: ClassVar[bool] = False
 
     recent: float = 0.5
 

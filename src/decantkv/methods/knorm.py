@@ -23,6 +23,7 @@ class KNorm(Method):
     formula: ClassVar[str] = "−‖k‖"
     cost: ClassVar[str] = "d"
     presets: ClassVar = {"paper": {}, "shared": {"window": 8}}
+    by_window: ClassVar[bool] = False
 
     def score(self, win: AttentionWindow, *, impl: Impl = "auto") -> Tensor:
         """[B, H, N] float32: −‖k_j‖, accumulated in float32 because bf16 norms mostly tie."""

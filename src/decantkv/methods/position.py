@@ -22,6 +22,7 @@ class Sliding(Method):
     source: ClassVar[str] = "sliding-window attention"
     formula: ClassVar[str] = "position"
     presets: ClassVar = {"paper": {}, "shared": {"window": 8}}
+    by_window: ClassVar[bool] = False
 
     def score(self, win: AttentionWindow, *, impl: Impl = "auto") -> Tensor:
         """[B, H, N] float32: the key's position."""
@@ -82,6 +83,7 @@ class Random(Method):
     source: ClassVar[str] = "control"
     formula: ClassVar[str] = "uniform noise"
     presets: ClassVar = {"paper": {}, "shared": {}}
+    by_window: ClassVar[bool] = False
 
     window: int = 8
     seed: int = 0

@@ -1,7 +1,8 @@
 """The scores in plain torch on any device, streaming tiles of keys so that scratch never grows with N.
 
 Two passes. The first folds tiles into each row's softmax state, which carries the largest key apart from the rest so
-that an attention sink stays exact; the second turns each tile into scores. Tensors of rows are [B, H, g, w, T].
+that an attention sink stays exact; the second turns each tile into scores. Where the window brings its output and
+log-sum-exp, the second alone does. Tensors of rows are [B, H, g, w, T].
 """
 
 from __future__ import annotations
@@ -30,9 +31,18 @@ class RowState(NamedTuple):
     acc_rest: Tensor  # [B, H, g, w, Dv] Σ exp(s − m_rest) v over the others
 
 
+class Denominators(NamedTuple):
+    """Every row's softmax denominator as z·exp(m), both [B, H, g, w]."""
+
+    m: Tensor
+    z: Tensor
+
+
 def perturbation(win: AttentionWindow, *, reduce: str = "sum", weigh: str = "value") -> Tensor:
     """DropKV's cost; the formula and the result are `reference.perturbation`'s, as [B, H, N] float32."""
     metric = _output_metric(win) if weigh == "output" else None
+    if win.out is not None and win.lse is not None:
+        return _perturbation_once(win, win.out, win.lse, reduce, metric)
     state = _fold(win)
     v_top = _values_at(win, state.top)
     a_rest = state.acc_rest / state.l_rest.where(state.l_rest > 0, 1.0)[..., None]
@@ -48,30 +58,56 @@ def perturbation(win: AttentionWindow, *, reduce: str = "sum", weigh: str = "val
         scores[:, :, start:stop] = _reduce(cost, reduce)
     # Lemma 1 in its other form, p·‖a₋ⱼ − v_j‖, for the one key a row whose odds may be huge.
     cost_top = p_top.square() * _squared_norm(a_rest - v_top, metric).clamp_min(0)
-    return _add_top(scores, state, cost_top.to(torch.float32), reduce, win.group_size)
+    return _add_top(scores, state.top, cost_top.to(torch.float32), reduce, win.group_size)
+
+
+def _perturbation_once(win: AttentionWindow, out: Tensor, lse: Tensor, reduce: str, metric: Tensor | None) -> Tensor:
+    """The same in one pass over the keys; as exact as `out`, but for dominant keys (p > ½), which need none of it."""
+    a, lse = _grouped(win, out), _grouped(win, lse)
+    a_norm, times_v = _squared_norm(a, metric), a if metric is None else a @ metric
+    p_top, top = torch.zeros_like(lse), torch.zeros_like(lse, dtype=torch.int64)
+    l_rest, acc_rest = torch.zeros_like(lse), torch.zeros_like(a)
+    if win.sink_logits is not None:
+        l_rest += torch.exp(win.sink_logits.to(lse.dtype).view(1, win.num_kv_heads, win.group_size, 1) - _finite(lse))
+    scores = torch.empty(win.k.shape[:3], dtype=torch.float32, device=win.k.device)
+    for start, stop, s in _tiles(win):
+        p = s.sub_(_finite(lse)[..., None]).exp_().clamp_max_(1.0)
+        p_tile, place = p.max(-1)
+        dominant = p_tile > 0.5  # at most one key a row
+        top, p_top = torch.where(dominant, place + start, top), torch.where(dominant, p_tile, p_top)
+        p.scatter_(-1, place[..., None], torch.where(dominant, 0.0, p_tile)[..., None])
+        v = _rows_of(win.v, start, stop)
+        l_rest, acc_rest = l_rest + p.sum(-1), acc_rest + _times(p, v)
+        distance = a_norm[..., None] + _squared_norm(v, metric)[..., None, :] - 2 * _times(times_v, v.mT)
+        scores[:, :, start:stop] = _reduce(p.div_(1 - p).square_().mul_(distance.clamp_min_(0)), reduce)
+    a_rest = acc_rest / l_rest.where(l_rest > 0, 1.0)[..., None]
+    cost_top = p_top.square() * _squared_norm(a_rest - _values_at(win, top), metric).clamp_min(0)
+    return _add_top(scores, top, cost_top.to(torch.float32), reduce, win.group_size)
 
 
 def attention_mass(
     win: AttentionWindow, *, reduce: str = "sum", row_pool: str = "none", kernel_size: int = 1
 ) -> Tensor:
     """SnapKV's attention mass; the formula is `reference.attention_mass`'s, as [B, H, N] float32."""
-    state = _fold(replace(win, v=win.v[..., :0]))  # no output is needed
     scores = torch.empty(win.k.shape[:3], dtype=torch.float32, device=win.k.device)
-    for start, stop, p in _weights(win, state, row_pool, kernel_size):
+    for start, stop, p in _weights(win, _denominators(win), row_pool, kernel_size):
         scores[:, :, start:stop] = _reduce(p, reduce)
     return _flush_tiny(scores)
 
 
 def alignment(win: AttentionWindow, *, reduce: str = "sum") -> Tensor:
     """AnDPro's token form; the formula is `reference.alignment`'s, as [B, H, N] float32."""
-    state = _fold(win)
-    p_top = _p_top(state)[..., None]
-    a = p_top * _values_at(win, state.top)
-    a = a + (1 - p_top) * state.acc_rest / state.l_rest.where(state.l_rest > 0, 1.0)[..., None]
+    if win.out is not None and win.lse is not None:
+        a, below = _grouped(win, win.out), _denominators(win)
+    else:
+        state = _fold(win)
+        p_top, below = _p_top(state)[..., None], _denominators_of(state)
+        a = p_top * _values_at(win, state.top)
+        a = a + (1 - p_top) * state.acc_rest / state.l_rest.where(state.l_rest > 0, 1.0)[..., None]
     norm = torch.linalg.vector_norm(a, dim=-1, keepdim=True)
     direction = a / norm.where(norm > 0, 1.0)
     scores = torch.empty(win.k.shape[:3], dtype=torch.float32, device=win.k.device)
-    for start, stop, p in _weights(win, state, "none", 1):
+    for start, stop, p in _weights(win, below, "none", 1):
         scores[:, :, start:stop] = _reduce(p.mul_(_times(direction, _rows_of(win.v, start, stop).mT)), reduce)
     return _flush_tiny(scores)
 
@@ -80,13 +116,13 @@ def chunk_alignment(
     win: AttentionWindow, *, reduce: str = "sum", row_pool: str = "max", kernel_size: int = 7, chunk: int = 4
 ) -> Tensor:
     """AnDPro's chunk form; the formula is `reference.chunk_alignment`'s, as [B, H, N] float32."""
-    state = _fold(replace(win, v=win.v[..., :0]))
+    below = _denominators(win)
     droppable = win.droppable(chunk)[:, None, None, None]
-    u = torch.zeros(*state.top.shape, win.v.shape[3], dtype=state.m_top.dtype, device=win.k.device)
-    for start, stop, p in _weights(win, state, row_pool, kernel_size):
+    u = torch.zeros(*below.m.shape, win.v.shape[3], dtype=below.m.dtype, device=win.k.device)
+    for start, stop, p in _weights(win, below, row_pool, kernel_size):
         u += _times(p.mul_(droppable[..., start:stop]), _rows_of(win.v, start, stop))
     scores = torch.empty(win.k.shape[:3], dtype=torch.float32, device=win.k.device)
-    for start, stop, p in _weights(win, state, row_pool, kernel_size):
+    for start, stop, p in _weights(win, below, row_pool, kernel_size):
         scores[:, :, start:stop] = _reduce(p.mul_(_times(u, _rows_of(win.v, start, stop).mT)), reduce)
     return _flush_tiny(win.chunk_sums(scores, chunk))
 
@@ -145,16 +181,35 @@ def _logits(win: AttentionWindow, q: Tensor, start: int, stop: int) -> Tensor:
     return s.masked_fill_(~win.visible(start, stop), -torch.inf)
 
 
-def _weights(win: AttentionWindow, state: RowState, pool: str, kernel_size: int) -> Iterator[tuple[int, int, Tensor]]:
+def _grouped(win: AttentionWindow, rows: Tensor) -> Tensor:
+    """[B, HQ, w, …] as [B, H, g, w, …] in the precision of the computation."""
+    return rows.unflatten(1, (win.num_kv_heads, win.group_size)).to(_dtype(win))
+
+
+def _denominators(win: AttentionWindow) -> Denominators:
+    """The window's own, or those of a first pass that needs no values."""
+    if win.lse is not None:
+        m = _finite(_grouped(win, win.lse))
+        return Denominators(m, torch.ones_like(m))
+    return _denominators_of(_fold(replace(win, v=win.v[..., :0])))
+
+
+def _denominators_of(state: RowState) -> Denominators:
+    return Denominators(_finite(state.m_top), 1 + _rest_over_top(state))
+
+
+def _weights(
+    win: AttentionWindow, below: Denominators, pool: str, kernel_size: int
+) -> Iterator[tuple[int, int, Tensor]]:
     """Tiles of weights p [B, H, g, w, T], pooled along the keys before the window, zeros beyond their edges."""
     q = win.grouped_q().to(_dtype(win)) * win.scale
-    m, z = _finite(state.m_top)[..., None], (1 + _rest_over_top(state))[..., None]
+    m, z = below.m[..., None], below.z[..., None]
     length, edge = _tile_length(win), win.kv_len - win.window
     reach = kernel_size // 2 if pool != "none" else 0
     for start in [*range(0, edge, length), *range(edge, win.kv_len, length)]:
         stop = min(start + length, edge if start < edge else win.kv_len)
         low, high = (max(0, start - reach), min(edge, stop + reach)) if start < edge else (start, stop)
-        p = _logits(win, q, low, high).sub_(m).exp_().div_(z)
+        p = _logits(win, q, low, high).sub_(m).exp_().div_(z).clamp_max_(1.0)
         if reach and start < edge:
             p = F.pad(p, (reach - (start - low), reach - (high - stop))).flatten(0, 3)[:, None]
             pooled = F.max_pool1d(p, kernel_size, 1) if pool == "max" else F.avg_pool1d(p, kernel_size, 1)
@@ -237,9 +292,9 @@ def _reduce(rows: Tensor, reduce: str) -> Tensor:
     return rows.sum(3).mean(2) if reduce == "sum" else rows.amax((2, 3))
 
 
-def _add_top(scores: Tensor, state: RowState, cost: Tensor, reduce: str, group_size: int) -> Tensor:
-    """Give every row's largest key its own cost [B, H, g, w], in a fixed order so that repeats agree bit for bit."""
-    top, cost = state.top.flatten(2), cost.flatten(2)
+def _add_top(scores: Tensor, top: Tensor, cost: Tensor, reduce: str, group_size: int) -> Tensor:
+    """Give every row's key `top` its own cost [B, H, g, w], in a fixed order so that repeats agree bit for bit."""
+    top, cost = top.flatten(2), cost.flatten(2)
     for row in range(top.shape[2]):
         index, value = top[:, :, row, None], cost[:, :, row, None]
         here = scores.gather(2, index)
