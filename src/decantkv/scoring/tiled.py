@@ -183,7 +183,7 @@ def _logits(win: AttentionWindow, q: Tensor, start: int, stop: int) -> Tensor:
 
 def _grouped(win: AttentionWindow, rows: Tensor) -> Tensor:
     """[B, HQ, w, …] as [B, H, g, w, …] in the precision of the computation."""
-    return rows.unflatten(1, (win.num_kv_heads, win.group_size)).to(_dtype(win))
+    return rows.reshape(win.batch, win.num_kv_heads, win.group_size, *rows.shape[2:]).to(_dtype(win))
 
 
 def _denominators(win: AttentionWindow) -> Denominators:
