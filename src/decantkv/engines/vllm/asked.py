@@ -80,4 +80,4 @@ def read(additional_config: object) -> object:
     try:
         return json.loads(text)
     except ValueError as error:
-        raise ValueError(f"{VARIABLE}: expected JSON such as {{\"budget\": 0.1}}, got {text!r}") from error
+        raise ValueError(f'{VARIABLE}: expected JSON such as {{"budget": 0.1}}, got {text!r}') from error

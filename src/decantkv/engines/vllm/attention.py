@@ -11,52 +11,28 @@ from torch import Tensor
 
 from decantkv.engines.blocks import BlockSettings
 from decantkv.engines.vllm.batch import current, told
+from decantkv.engines.vllm.counters import CLOCK
 from decantkv.engines.vllm.spec import DropKVSpec
-from decantkv.engines.vllm.steps import Step, read_step
+from decantkv.engines.vllm.steps import Queries, Step, read_step
+from decantkv.engines.vllm.tables import ShiftedTables
+from decantkv.engines.vllm.windows import Windows
+from decantkv.transfer import to_device
 
 ATTRIBUTE = "decantkv_step"  # of the metadata that a builder returns
-
-
-class ShiftedTables:
-    """Block tables and lengths without the freed head blocks, in buffers that keep their place in memory.
-
-    CUDA graphs read from the addresses they saw at capture, so every build writes here, shifted or not.
-    """
-
-    def __init__(self, rows: int, columns: int, block_size: int, device: torch.device) -> None:
-        self.block_size = block_size
-        self.table = torch.zeros(rows, columns, dtype=torch.int32, device=device)
-        self.seq_lens = torch.zeros(rows, dtype=torch.int32, device=device)
-        self._columns = torch.arange(columns, device=device)
-
-    def write(self, table: Tensor, seq_lens: Tensor, first_blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """Skip each row's first blocks.
-
-        Args:
-            table: [R, blocks] int32. seq_lens: [R] int32.
-            first_blocks: [R] int32, blocks that are skipped.
-
-        Returns:
-            The table [R, blocks] and the lengths [R], views of the buffers. What lies past a row's blocks is arbitrary.
-        """
-        rows, columns = table.shape
-        out, lengths = self.table[:rows, :columns], self.seq_lens[:rows]
-        places = (self._columns[:columns] + first_blocks[:, None].long()).clamp_(max=columns - 1)
-        out.copy_(table.gather(1, places))
-        torch.sub(seq_lens, first_blocks.to(seq_lens.dtype) * self.block_size, out=lengths)
-        return out, lengths
 
 
 class EvictingBuilder:
     """Mixed into a backend's metadata builder, before it."""
 
     eviction: BlockSettings | None
+    persistent = False  # whether a replayed graph reads the tables
     supports_update_block_table = False  # a table alone would come unshifted
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)  # type: ignore[call-arg]
         self.eviction = kv_cache_spec.eviction if isinstance(kv_cache_spec, DropKVSpec) else None
         self._tables: ShiftedTables | None = None
+        self._first: tuple[Any, Tensor] | None = None
         if self.eviction is None:
             return
         if kv_cache_spec.block_size != self.eviction.block_size:
@@ -64,6 +40,7 @@ class EvictingBuilder:
                 f"block_size: expected kernels that read the pool's blocks of {self.eviction.block_size} tokens, "
                 f"got {kv_cache_spec.block_size}"
             )
+        self._block_size = self.eviction.block_size
         self._rows = vllm_config.scheduler_config.max_num_seqs
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
@@ -94,12 +71,11 @@ class EvictingBuilder:
 
     def _shift(self, common: Any, step: Step | None) -> Any:
         table, seq_lens = common.block_table_tensor, common.seq_lens
-        if not self._persistent and (step is None or not step.shifts):
+        if not self.persistent and (step is None or not step.shifts):
             return common
         rows, columns = seq_lens.shape[0], table.shape[1]
         if self._tables is None or self._tables.table.shape[1] < columns or self._tables.table.shape[0] < rows:
-            assert self.eviction is not None
-            self._tables = ShiftedTables(max(rows, self._rows), columns, self.eviction.block_size, table.device)
+            self._tables = ShiftedTables(max(rows, self._rows), columns, self._block_size, table.device)
         first_blocks = np.zeros(rows, dtype=np.int32) if step is None else step.first_blocks
         table, seq_lens = self._tables.write(table[:rows], seq_lens, self._to_device(first_blocks, table.device))
         changed: dict[str, Any] = {"block_table_tensor": table, "seq_lens": seq_lens}
@@ -109,7 +85,58 @@ class EvictingBuilder:
             changed |= {"seq_lens_cpu_upper_bound": upper, "max_seq_len": int(upper.max())}
         return replace(common, **changed)
 
-    _persistent = False
-
     def _to_device(self, numbers: Any, device: torch.device) -> Tensor:
-        return torch.from_numpy(numbers).to(device)
+        """Row counts on the device; most steps have those of the step before."""
+        if self._first is None or not np.array_equal(numbers, self._first[0]):
+            self._first = numbers, to_device([int(n) for n in numbers], device)
+        return self._first[1]
+
+
+class EvictingImpl:
+    """Mixed into a backend's implementation, before it: it attends as ever, then the prompts that ended are evicted."""
+
+    _windows: Windows | None = None
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        """vLLM's own attention, and eviction behind it; shapes are vLLM's."""
+        out: Tensor = super().forward(  # type: ignore[misc]
+            layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
+        )
+        step: Step | None = getattr(attn_metadata, ATTRIBUTE, None)
+        if step is None or not step.queries:
+            return out
+        with CLOCK.running(kv_cache.device), torch.no_grad():
+            if self._windows is None:
+                self._windows = Windows(step.settings.rows)
+            finished = self._windows.take(step, query)
+            if finished:
+                self.evict(layer, finished, kv_cache, attn_metadata.block_table, step.settings)
+        return out
+
+    def evict(
+        self,
+        layer: Any,
+        finished: list[tuple[Queries, Tensor]],
+        kv_cache: Tensor,
+        block_table: Tensor,
+        settings: BlockSettings,
+    ) -> None:
+        """Keep each prompt's chosen tokens in its last whole blocks.
+
+        Args:
+            finished: prompts whose attention is done, with the queries [w, HQ, D] of their windows.
+            kv_cache: the layer's, in the backend's layout.
+            block_table: [rows, blocks] int32.
+        """
+        raise NotImplementedError

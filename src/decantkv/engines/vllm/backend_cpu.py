@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import torch
@@ -14,11 +13,10 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
-from decantkv.engines.vllm.attention import ATTRIBUTE, EvictingBuilder
-from decantkv.engines.vllm.counters import WORKER
+from decantkv.engines.blocks import BlockSettings
+from decantkv.engines.vllm.attention import EvictingBuilder, EvictingImpl
 from decantkv.engines.vllm.eviction import Heads, choose
-from decantkv.engines.vllm.plan import Plan
-from decantkv.engines.vllm.windows import Windows
+from decantkv.engines.vllm.steps import Queries
 
 
 class DropKVCPUBuilder(EvictingBuilder, CPUAttentionMetadataBuilder):
@@ -33,58 +31,41 @@ class DropKVCPUBuilder(EvictingBuilder, CPUAttentionMetadataBuilder):
             )
 
 
-class DropKVCPUImpl(CPUAttentionBackendImpl):
+class DropKVCPUImpl(EvictingImpl, CPUAttentionBackendImpl):
     """Attends as ever; then the prompts that ended are scored and compacted."""
 
-    def forward(
+    def evict(
         self,
         layer: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        finished: list[tuple[Queries, Tensor]],
         kv_cache: Tensor,
-        attn_metadata: Any,
-        output: Tensor,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Tensor:
-        """vLLM's own attention, and eviction behind it; shapes are vLLM's."""
-        out: Tensor = super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
-        step = getattr(attn_metadata, ATTRIBUTE, None)
-        if step is None or not step.queries:
-            return out
-        start = time.perf_counter()
-        if not hasattr(self, "_windows"):
-            self._windows = Windows(step.settings.rows)
-        for run, queries in self._windows.take(step, query):
-            blocks = attn_metadata.block_table[run.row, : -(-run.plan.prompt_len // run.plan.block_size)].long()
-            self._evict(layer, queries, kv_cache, blocks, run.plan, step.settings)
-        WORKER.add(scoring_seconds=time.perf_counter() - start)
-        return out
-
-    def _evict(self, layer: Any, queries: Tensor, cache: Tensor, blocks: Tensor, made: Plan, settings: Any) -> None:
-        """Keep `made.chosen` tokens a head, in the prompt's last whole blocks."""
-        number, heads, size, _ = cache.shape
-        k_cache, v_cache = cache.view(number, heads, size * 2, -1).chunk(2, dim=2)
+        block_table: Tensor,
+        settings: BlockSettings,
+    ) -> None:
+        """One prompt after the other, gathered."""
+        number, heads, size, _ = kv_cache.shape
+        k_cache, v_cache = kv_cache.view(number, heads, size * 2, -1).chunk(2, dim=2)
         width = self.head_size
-        # a key block lies transposed, [D, tokens]; a value block [tokens, D]
-        k = k_cache[blocks].reshape(len(blocks), heads, width, size).permute(1, 0, 3, 2).reshape(heads, -1, width)
-        v = v_cache[blocks].permute(1, 0, 2, 3).reshape(heads, -1, width)
-        k, v = k[:, : made.prompt_len], v[:, : made.prompt_len]
-        chosen = choose(Heads.of(self).window(queries, k, v), settings, made)
-        slots = chosen[..., None].expand(-1, -1, width)
-        places = blocks[made.first_block : made.tail_block, None] * size + torch.arange(size)
-        ops.cpu_attn_reshape_and_cache(
-            k.gather(1, slots).transpose(0, 1).contiguous(),
-            v.gather(1, slots).transpose(0, 1).contiguous(),
-            k_cache,
-            v_cache,
-            places.flatten(),
-            layer.isa,
-            k_scale=layer._k_scale_float,
-            v_scale=layer._v_scale_float,
-            kv_cache_dtype=self.kv_cache_dtype,
-        )
+        for run, queries in finished:
+            made = run.plan
+            blocks = block_table[run.row, : -(-made.prompt_len // size)].long()
+            # a key block lies transposed, [D, tokens]; a value block [tokens, D]
+            k = k_cache[blocks].reshape(len(blocks), heads, width, size).permute(1, 0, 3, 2).reshape(heads, -1, width)
+            v = v_cache[blocks].permute(1, 0, 2, 3).reshape(heads, -1, width)
+            k, v = k[:, : made.prompt_len], v[:, : made.prompt_len]
+            slots = choose(Heads.of(self).window(queries, k, v), settings, made)[..., None].expand(-1, -1, width)
+            places = blocks[made.first_block : made.tail_block, None] * size + torch.arange(size)
+            ops.cpu_attn_reshape_and_cache(
+                k.gather(1, slots).transpose(0, 1).contiguous(),
+                v.gather(1, slots).transpose(0, 1).contiguous(),
+                k_cache,
+                v_cache,
+                places.flatten(),
+                layer.isa,
+                k_scale=layer._k_scale_float,
+                v_scale=layer._v_scale_float,
+                kv_cache_dtype=self.kv_cache_dtype,
+            )
 
 
 class DropKVCPUBackend(CPUAttentionBackend):

@@ -30,7 +30,7 @@ class Seams:
     def places(self) -> dict[str, str]:
         """Everything that must exist, with its purpose."""
         return {
-            "vllm.v1.attention.backends.registry:register_backend": "our backends in place of the stock ones (official)",
+            "vllm.v1.attention.backends.registry:register_backend": "our backends instead of the stock ones (official)",
             "vllm.v1.kv_cache_spec_registry:KVCacheSpecRegistry.register": "our spec and its manager (official)",
             "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager.remove_skipped_blocks": "frees head blocks",
             "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager.cache_blocks": "what may be cached",

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 CARRIER = "decantkv"  # the attribute of a worker's output, and the key among an engine's statistics
 
@@ -45,6 +50,37 @@ class Counters:
 
 ENGINE = Counters()  # of the scheduler's process
 WORKER = Counters()  # of a worker's process, on their way to the scheduler
+
+
+class Clock:
+    """Seconds on a device for `WORKER`, without making the host wait: CUDA events are read once they have passed."""
+
+    def __init__(self) -> None:
+        self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+
+    @contextmanager
+    def running(self, device: torch.device) -> Iterator[None]:
+        """Count the time until the block ends."""
+        if device.type != "cuda":
+            begin = time.perf_counter()
+            yield
+            WORKER.add(scoring_seconds=time.perf_counter() - begin)
+            return
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
+        yield
+        last.record()
+        self._pending.append((first, last))
+        self.collect()
+
+    def collect(self) -> None:
+        """Add the spans that are over by now."""
+        while self._pending and self._pending[0][1].query():
+            first, last = self._pending.popleft()
+            WORKER.add(scoring_seconds=first.elapsed_time(last) / 1e3)
+
+
+CLOCK = Clock()  # of a worker's process
 
 
 class Shown:

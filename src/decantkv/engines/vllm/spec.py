@@ -40,7 +40,8 @@ class DropKVSpec(FullAttentionSpec):
         """
         if len({spec.eviction for spec in specs}) > 1:
             raise ValueError("decantkv: expected layers that evict alike to share blocks, got different settings")
-        return replace(super().merge(specs), eviction=specs[0].eviction)
+        merged: Self = replace(super().merge(specs), eviction=specs[0].eviction)
+        return merged
 
 
 class DropKVManager(FullAttentionManager):

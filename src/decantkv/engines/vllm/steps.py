@@ -96,9 +96,7 @@ def read_step(batch: Batch, settings: BlockSettings, starts: Ints, seq_lens: Int
         lowest = max(made.prompt_len - window, computed)
         if made.chosen and lowest < seen:
             at, place = start + lowest - computed, lowest - (made.prompt_len - window)
-            queries.append(
-                Queries(row, batch.request_ids[row], at, stop, place, made, last=seen == made.prompt_len)
-            )
+            queries.append(Queries(row, batch.request_ids[row], at, stop, place, made, last=seen == made.prompt_len))
     return Step(first_blocks, tuple(queries), batch.alive, settings)
 
 

