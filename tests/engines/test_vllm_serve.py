@@ -71,8 +71,9 @@ def test_without_being_asked_nothing_is_touched(model, folder, tmp_path):  # noq
 @pytest.mark.model
 def test_a_needle_is_found_in_a_tenth_of_the_cache(model_path, tmp_path):
     """The example's own question, asked of SmolLM2 as the example asks it."""
-    from decantkv.models import convert_gguf
     from examples.serve_with_vllm import NUMBER, ask
+
+    from decantkv.models import convert_gguf
 
     path = Path(model_path)
     weights = convert_gguf(path) if path.is_file() else path
