@@ -32,8 +32,9 @@ from decantkv.needs import rotation
 from decantkv.options import Allocation, Impl, Span
 from decantkv.peers import Peers
 from decantkv.ragged_layers import LayerContest, RaggedLayer
-from decantkv.records import Recorder, Report, storage_bytes
+from decantkv.records import Memory, Recorder, Report, storage_bytes
 from decantkv.settings import Settings, must_share
+from decantkv.weighing import held_bytes
 
 __all__ = [
     "EvictingCache",
@@ -169,7 +170,10 @@ class EvictingCache(DynamicCache):
 
     def report(self) -> Report:
         """What was kept and dropped so far."""
-        return self.recorder.report()
+        report = self.recorder.report()
+        if report.memory is None and report.layers:
+            return dataclasses.replace(report, memory=Memory(report.bytes_before, held_bytes(self), "storages"))
+        return report
 
     def save(self, path: str | os.PathLike[str], *, prompt: Tensor | None = None) -> None:
         """Write what was kept to a safetensors file, with the settings and fingerprints of model and prompt.

@@ -67,6 +67,8 @@ class EvictingLayer(PromptLayer):
         if self.trail is not None and counts != self.settings.n_keep(lengths):
             self.recorder.capped = True
         before = storage_bytes([keys, values])
+        if self.trail is not None:  # of all that was read, not of what early chunks left
+            before = before * self.logical // keys.shape[2]
         if counts == list(held):
             self.store_all()
             if seen.lengths is not None:

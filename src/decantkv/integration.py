@@ -29,6 +29,7 @@ from decantkv.needs import decoder_of
 from decantkv.options import Allocation, Impl, Span
 from decantkv.records import Report
 from decantkv.settings import Settings
+from decantkv.weighing import Weighing, undecided
 
 _lock = threading.Lock()
 _attached: weakref.WeakKeyDictionary[PreTrainedModel, _Attachment] = weakref.WeakKeyDictionary()
@@ -100,6 +101,7 @@ class Run:
             model, settings, new_recorder(settings), bounds
         )  # refuse now what a prompt would be refused for
         self.settings, self.recorder, self.bounds = settings, new_recorder(settings), bounds
+        self.recorder.weights = sum(parameter.nbytes for parameter in model.parameters())
         self.thread = threading.get_ident()
         self.trust = Trust()
         self._model: PreTrainedModel | None = model
@@ -236,7 +238,9 @@ class _Attachment:
             self._prefill.chunked = True
             try:
                 with deferred(cache):
-                    return prefill(*args, **kwargs)
+                    output = prefill(*args, **kwargs)
+                self._weigh(output)
+                return output
             finally:
                 self._prefill.chunked = False
 
@@ -264,6 +268,16 @@ class _Attachment:
 
         return prefill_in_chunks
 
+    def _weigh(self, output: Any) -> None:
+        """Note what the prompt's cache weighs, once all of its layers have decided."""
+        if getattr(self._prefill, "weighing", None) is None:
+            return
+        recorder, weighing, reference = self._prefill.weighing
+        cache = reference()
+        if cache is not None and not undecided(cache):
+            self._prefill.weighing = None
+            recorder.memory = weighing.close(cache, recorder.full_bytes(weighing.recorded), output)
+
     def _cache_among(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DynamicCache | None:
         caches = [a[self._name] for a in (*args, kwargs) if isinstance(a, dict) and self._name in a]
         return next((cache for cache in caches if isinstance(cache, DynamicCache)), None)
@@ -278,6 +292,7 @@ class _Attachment:
             cache.layers = run.new_cache().layers  # generate and the caller hold this very object
         if isinstance(cache, DynamicCache) and cache.get_seq_length() == 0:
             self._prefill.stop = run.recorder.stopwatch.start("prefill", _device_of(decoder))
+            self._prefill.weighing = run.recorder, Weighing(decoder, len(run.recorder.layers)), weakref.ref(cache)
         if getattr(self._prefill, "chunked", False) and isinstance(cache, DynamicCache):
             number_chunk(kwargs, cache)
         return args, kwargs
@@ -294,6 +309,8 @@ class _Attachment:
             if output is not None:
                 decide(last_token)
             give_up(last_token)
+        if output is not None:
+            self._weigh(output)
         if waiting is not None and output is not None:
             raise not_understood(waiting.layer_idx, type(decoder).__name__)
 

@@ -6,13 +6,29 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 Stage = Literal["scoring", "selection", "compaction", "prefill"]
+SPANS = 1024  # open-ended runs add finished spans up beyond so many
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Keys and values of the last prompt's evicting layers.
+
+    Attributes:
+        before: bytes of the full ones, each layer's as it was held.
+        after: bytes of what is kept; by: "allocator" (what torch's CUDA allocator gave while the prompt was read) or
+            "storages" (distinct live ones).
+    """
+
+    before: int
+    after: int
+    by: Literal["allocator", "storages"]
 
 
 class Stopwatch:
@@ -62,6 +78,21 @@ class _Stop:
             self._spans.append((self._begin, end))
         else:
             self._spans.append(time.perf_counter() - self._clock)
+        if len(self._spans) > SPANS:
+            _add_up(self._spans)
+
+
+def _add_up(spans: list[float | tuple[torch.cuda.Event, torch.cuda.Event]]) -> None:
+    """Finished spans as one number, without waiting for the others."""
+    open_, done = [], 0.0
+    for span in spans:
+        if not isinstance(span, tuple):
+            done += span
+        elif span[1].query():
+            done += span[0].elapsed_time(span[1]) / 1e3
+        else:
+            open_.append(span)
+    spans[:] = [done, *open_]
 
 
 @dataclass(frozen=True)
@@ -97,6 +128,12 @@ class Recorder:
     capped: bool = False  # a cap left fewer tokens than the budget asked for
     reused_lse: int = 0  # prompts of a layer whose scoring was handed the attention's output and denominators
     without_lse: dict[str, int] = field(default_factory=dict)  # reason → those that were to be and were not
+    memory: Memory | None = None  # of the last prompt
+    weights: int = 0  # bytes of the model's parameters, where they are known
+
+    def full_bytes(self, since: int) -> int:
+        """Bytes of the full keys and values of all layers on record from number `since` on."""
+        return sum(record.bytes_before for record in self.layers[since:])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Recorder:
         return self  # a copied cache goes on reporting to the same place
@@ -124,6 +161,8 @@ class Recorder:
             capped=self.capped,
             reused_lse=self.reused_lse,
             without_lse=dict(self.without_lse),
+            memory=self.memory,
+            weights=self.weights,
         )
 
 
@@ -141,6 +180,8 @@ class Report:
         capped: `max_kv_tokens` left fewer tokens than the budget asked for.
         reused_lse: prompts of a layer whose scoring was handed the attention's output and denominators; without_lse:
             how many were scored in two passes although the first was asked for, by reason.
+        memory: of the last prompt, by the allocator where there is one to ask; None where no prompt was seen whole.
+        weights: bytes of the model's parameters; 0 where unknown.
         graphed: steps of `generate` that came from a CUDA graph; without_graph: why they no longer do, or None.
     """
 
@@ -156,6 +197,8 @@ class Report:
     without_graph: str | None = None
     reused_lse: int = 0
     without_lse: dict[str, int] = field(default_factory=dict)
+    memory: Memory | None = None
+    weights: int = 0
 
     @property
     def evictions(self) -> int:
@@ -187,6 +230,11 @@ class Report:
         told += [f"reuse_lse: scored in two passes {number} times: {why}" for why, number in self.without_lse.items()]
         if self.without_graph is not None:
             told.append(f"decoding goes without a CUDA graph: {self.without_graph}")
+        if self.evictions and self.bytes_before < self.weights / 20:
+            told.append(
+                f"the full cache would take {format_bytes(self.bytes_before)} beside {format_bytes(self.weights)} of "
+                "weights; expect hardly any gain from eviction"
+            )
         if self.layers and max(len(layer["seen"]) for layer in self.layers) == 1:
             told.append("batch 1: eviction frees memory; expect hardly any decode speed-up from it alone")
         return told
@@ -198,6 +246,8 @@ class Report:
                 "method": self.method,
                 "budget": self.budget,
                 "evictions": self.evictions,
+                "prompts_of_layers": len(self.layers),
+                "memory": None if self.memory is None else asdict(self.memory),
                 "bytes_before": self.bytes_before,
                 "bytes_after": self.bytes_after,
                 "seconds": self.seconds,
@@ -220,10 +270,14 @@ class Report:
             seen = max(max(layer["seen"]) for layer in last)
             kept = [n for layer in last for row in layer["kept"] for n in row]
             span = f"{min(kept):,}" if min(kept) == max(kept) else f"{min(kept):,} to {max(kept):,}"
+            memory = self.memory or Memory(self.bytes_before, self.bytes_after, "storages")
             lines.append(
                 f"kept {span} of {seen:,} tokens per head in {len(last)} layers; "
-                f"KV {format_bytes(self.bytes_before)} -> {format_bytes(self.bytes_after)}"
+                f"KV {format_bytes(memory.before)} -> {format_bytes(memory.after)}"
+                + (" by the allocator" if memory.by == "allocator" else "")
             )
+            if self.evictions < len(self.layers):
+                lines.append(f"dropped something in {self.evictions:,} of {len(self.layers):,} prompts of a layer")
             inside = self.seconds["scoring"] + self.seconds["selection"] + self.seconds["compaction"]
             prefill = f" of {self.seconds['prefill']:.3g} s prefill" if self.seconds["prefill"] else ""
             lines.append(f"scoring, selection and compaction {inside * 1e3:.3g} ms{prefill}")

@@ -1,0 +1,174 @@
+"""What `run.report()` says: bytes by the allocator, how often eviction acted, and when nothing is gained."""
+
+from __future__ import annotations
+
+import gc
+import json
+
+import pytest
+import torch
+
+import decantkv
+from decantkv import records, weighing
+from decantkv.cache import cache_argument
+from tests import tiny
+
+SETTINGS = {
+    "uniform": {},
+    "heads differ": {"method": "adadropkv"},
+    "over layers": {"allocation": "layer"},
+    "in chunks": {"prefill_chunk": 64},
+    "capped": {"prefill_chunk": 64, "max_kv_tokens": 100},
+    "own attention": {"decode": "own"},
+}
+PROMPT = {"input_ids": tiny.prompt(300)}
+FULL = 3 * 2 * 2 * 300 * 8 * 4  # layers, K and V, heads, tokens, head_dim, bytes
+
+
+def prompt_read(model, inputs=PROMPT, **settings):
+    """The report and the cache right after a prompt."""
+    options = {"max_new_tokens": 1, "return_dict_in_generate": True, **tiny.GREEDY}
+    with decantkv.attach(model, budget=0.2, **settings) as run:
+        out = model.generate(**inputs, **options)
+    return run.report(), out[cache_argument(model)]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_without_an_allocator_bytes_are_those_of_live_storages(name):
+    report, cache = prompt_read(tiny.llama(), **SETTINGS[name])
+    assert (report.memory.before, report.memory.after, report.memory.by) == (FULL, cache.nbytes(), "storages")
+    assert report.memory.after < FULL * 0.25
+    assert json.loads(report.to_json())["memory"] == {"before": FULL, "after": cache.nbytes(), "by": "storages"}
+
+
+def live_bytes(*_):
+    """An allocator's count: distinct storages of all tensors alive."""
+    gc.collect()
+    found = [x for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter)]
+    return records.storage_bytes(found)
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """An allocator that counts on the CPU."""
+    monkeypatch.setattr(torch.cuda, "memory_allocated", live_bytes)
+    monkeypatch.setattr(weighing, "_counting_devices", lambda module: {torch.device("cpu")})
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_allocators_growth_over_a_prompt_is_what_was_kept(counted, name):
+    report, cache = prompt_read(tiny.llama(), **SETTINGS[name])
+    assert (report.memory.before, report.memory.by) == (FULL, "allocator")
+    # masks and positions of the prompt's end may still be alive: a few numbers a token
+    assert cache.nbytes() <= report.memory.after <= cache.nbytes() + 300 * 8 * 4
+    assert "by the allocator" in str(report)
+
+
+def test_what_something_else_holds_on_to_shows_in_the_allocators_growth(counted):
+    model, leak = tiny.llama(), []
+    hook = model.model.layers[1].self_attn.register_forward_hook(lambda m, a, out: leak.append(torch.zeros(10**6)))
+    report, cache = prompt_read(model)
+    hook.remove()
+    assert report.memory.after >= cache.nbytes() + 4 * 10**6
+
+
+def test_layers_that_do_not_evict_are_left_out(counted):
+    from tests.families import build
+
+    model = build("gemma3", "sdpa")
+    report, cache = prompt_read(model, {"input_ids": tiny.prompt(120)})
+    assert report.left_alone > 0
+    evicting = sum(
+        layer.tensors()[0].nbytes * 2 for layer in cache.layers if isinstance(layer, decantkv.cache.PromptLayer)
+    )
+    assert evicting <= report.memory.after <= evicting + 120 * 8 * 8
+
+
+def test_it_tells_how_often_eviction_acted():
+    model = tiny.llama()
+    with decantkv.attach(model, budget=60) as run:
+        for length in (300, 50, 200):
+            model.generate(tiny.prompt(length), max_new_tokens=2, **tiny.GREEDY)
+    report = run.report()
+    assert (report.evictions, len(report.layers)) == (6, 9)
+    assert "dropped something in 6 of 9 prompts of a layer" in str(report)
+    assert json.loads(report.to_json())["prompts_of_layers"] == 9
+    assert report.memory.after == 3 * 2 * 2 * 60 * 8 * 4, "of the last prompt"
+
+
+def test_it_warns_where_the_cache_is_small_beside_the_weights():
+    model = tiny.llama()
+    short, _ = prompt_read(model, {"input_ids": tiny.prompt(50)})
+    long, _ = prompt_read(model)
+    assert short.weights == sum(p.nbytes for p in model.parameters())
+    assert short.bytes_before < short.weights / 20 < long.bytes_before
+    assert any("expect hardly any gain from eviction" in warning for warning in short.warnings)
+    assert not any("hardly any gain" in warning for warning in long.warnings)
+
+
+def test_a_cache_of_its_own_tells_its_bytes_too():
+    model = tiny.llama()
+    cache = decantkv.EvictingCache(model, budget=0.2)
+    assert cache.report().memory is None
+    with torch.no_grad():
+        model(PROMPT["input_ids"], **{cache_argument(model): cache})
+    assert (cache.report().memory.before, cache.report().memory.after) == (FULL, cache.nbytes())
+
+
+def test_a_failed_prompt_leaves_no_weight_behind():
+    model = tiny.llama()
+
+    def fail(*_):
+        raise RuntimeError("no more")
+
+    with decantkv.attach(model, budget=0.2) as run:
+        hook = model.model.layers[2].register_forward_pre_hook(fail)
+        with pytest.raises(RuntimeError, match="no more"):
+            model.generate(**PROMPT, max_new_tokens=1, **tiny.GREEDY)
+        hook.remove()
+        assert run.report().memory is None
+        model.generate(**PROMPT, max_new_tokens=1, **tiny.GREEDY)
+    assert run.report().memory.before == FULL
+
+
+class Event:
+    """A CUDA event that the device reaches when told."""
+
+    def __init__(self, at, reached=True):
+        self.at, self.reached = at, reached
+
+    def query(self):
+        return self.reached
+
+    def synchronize(self):
+        self.reached = True
+
+    def elapsed_time(self, other):
+        assert other.reached
+        return (other.at - self.at) * 1e3
+
+
+def test_long_runs_add_their_spans_up_without_waiting():
+    watch = records.Stopwatch()
+    spans = watch._spans["scoring"] = []
+    late = Event(4000.0, reached=False)
+    spans += [(Event(float(i)), Event(i + 0.5)) for i in range(records.SPANS)] + [(Event(3000.0), late)]
+    records._add_up(spans)
+    assert len(spans) == 2
+    assert not late.reached
+    assert watch.seconds("scoring") == pytest.approx(records.SPANS * 0.5 + 1000)
+    for _ in range(3 * records.SPANS):
+        watch.start("selection", torch.device("cpu"))()
+    assert len(watch._spans["selection"]) <= records.SPANS + 1
+    assert watch.seconds("selection") > 0
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_allocator_is_asked():
+    model = tiny.llama(head_dim=64, num_hidden_layers=8).to("cuda", torch.bfloat16)
+    inputs = {"input_ids": tiny.prompt(2000).repeat(1, 8).cuda()}
+    prompt_read(model, inputs)  # workspaces are taken for good
+    report, cache = prompt_read(model, inputs)
+    assert report.memory.by == "allocator"
+    assert abs(report.memory.after - cache.nbytes()) <= 8 * 2**20, "a block a layer"
+    assert report.memory.after < report.memory.before * 0.3
