@@ -1,4 +1,4 @@
-"""A real vLLM engine in a process of its own: JSON in on stdin, JSON out on the last line of stdout."""
+"""A real vLLM engine in a process of its own: JSON in on stdin, JSON out on the one marked line of stdout."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ import os
 import random
 import subprocess
 import sys
+import tempfile
+from importlib.metadata import entry_points
+from pathlib import Path
 
+RESULT = "RESULT "
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_LOGGING_LEVEL": "INFO",
@@ -44,6 +48,7 @@ def run(model, prompts, *, eviction=None, tokens=12, environment=None, aborts=0,
     env = {**os.environ, **ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(many)), **(environment or {})}
     if many:
         env["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [announced(), env.get("PYTHONPATH")]))
     done = subprocess.run(
         [sys.executable, "-m", "tests.engines.engine_run"],
         input=json.dumps(job),
@@ -56,7 +61,20 @@ def run(model, prompts, *, eviction=None, tokens=12, environment=None, aborts=0,
     log = done.stdout + done.stderr
     if done.returncode:
         raise RuntimeError(log[-6000:])
-    return {**json.loads(done.stdout.strip().splitlines()[-1]), "log": log}
+    (said,) = (line for line in done.stdout.splitlines() if line.startswith(RESULT))
+    return {**json.loads(said.removeprefix(RESULT)), "log": log}
+
+
+def announced():
+    """A folder whose metadata names the plug-in, where decantkv runs from its sources; None where it is installed."""
+    if any(entry.name == "decantkv" for entry in entry_points(group="vllm.general_plugins")):
+        return None
+    folder = Path(tempfile.gettempdir(), f"decantkv-plug-in-{os.getuid()}")
+    info = folder / "decantkv-0.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    info.joinpath("METADATA").write_text("Metadata-Version: 2.1\nName: decantkv\nVersion: 0\n")
+    info.joinpath("entry_points.txt").write_text("[vllm.general_plugins]\ndecantkv = decantkv.engines.vllm:register\n")
+    return str(folder)
 
 
 def main():
@@ -85,7 +103,7 @@ def main():
 
     sums = {name: getattr(counters.ENGINE, name) + getattr(counters.WORKER, name) for name in counters.HELP}
     result = {name: [answer[name] for answer in answers] for name in answers[0]} if answers else {}
-    print("\n" + json.dumps({**result, **seen, "counters": sums}), flush=True)
+    print(f"\n{RESULT}" + json.dumps({**result, **seen, "counters": sums}), flush=True)
 
 
 @contextlib.contextmanager

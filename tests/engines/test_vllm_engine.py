@@ -168,6 +168,7 @@ def test_no_block_is_lost_in_random_traffic(folder):
         aborts=120,
         tokens=16,
         num_gpu_blocks_override=60,
+        max_model_len=512,
         max_num_seqs=8,
         max_num_batched_tokens=160,
         enable_prefix_caching=True,

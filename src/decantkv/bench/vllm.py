@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from decantkv.bench.rows import Row, circumstances
+from decantkv.bench.vllm_engine import RESULT
 from decantkv.engines.vllm import compat
 
 LLAMA = {
@@ -138,5 +139,6 @@ def _run(job: dict[str, Any], environment: dict[str, str]) -> dict[str, Any]:
     )
     if done.returncode:
         raise RuntimeError(f"vLLM failed: {(done.stdout + done.stderr)[-3000:]}")
-    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    (said,) = (line for line in done.stdout.splitlines() if line.startswith(RESULT))
+    found: dict[str, Any] = json.loads(said.removeprefix(RESULT))
     return found

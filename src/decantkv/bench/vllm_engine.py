@@ -1,4 +1,4 @@
-"""One vLLM engine in a process of its own, timed: JSON in on stdin, JSON out on the last line of stdout."""
+"""One vLLM engine in a process of its own, timed: JSON in on stdin, JSON out on the one marked line of stdout."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+RESULT = "RESULT "
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
@@ -21,7 +22,7 @@ def main() -> None:
     os.environ.update(ENVIRONMENT)
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(job["shape"]))
-        print("\n" + json.dumps(time_engine(folder, job)), flush=True)
+        print(f"\n{RESULT}" + json.dumps(time_engine(folder, job)), flush=True)
 
 
 def time_engine(folder: str, job: dict[str, Any]) -> dict[str, Any]:
