@@ -30,7 +30,7 @@ LAYERS = [
     {"engines"},
     {"theory", "eval", "bench"},
     {"report", "show"},
-    {"cli"},
+    {"cli", "__main__"},
 ]
 
 
