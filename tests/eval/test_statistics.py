@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from decantkv.eval.show import print_best, print_tables
 from decantkv.eval.statistics import Bootstrap, best_on_the_other_half, losing_share, tables
 
 
@@ -123,3 +124,18 @@ def test_the_best_is_chosen_on_one_half_and_reported_on_the_other():
     rows = full([1.0] * 20) + rows_of(odd_good, policy="unlucky") + rows_of([0.5] * 20, policy="dropkv")
     (best,) = best_on_the_other_half(rows)
     assert (best.policy, best.against) == ("dropkv", None)
+
+
+def test_of_likelihoods_the_lowest_is_the_best():
+    rows = full([1.0] * 4, nll=0.1) + rows_of([0.0] * 4, nll=0.3, policy="near") + rows_of([0.0] * 4, nll=2.0)
+    (best,) = best_on_the_other_half(rows, measure="nll")
+    assert (best.policy, best.unseen.mean) == ("near", pytest.approx(0.3))
+    assert best.against.mean == pytest.approx(-1.7)
+
+
+def test_a_printed_label_keeps_its_options(capsys):
+    run = {"configuration": {"suite": "niah", "model": "m", "dtype": "float32", "device": "cpu", "note": "", "yarn": 1}}
+    rows = full([1.0] * 4) + rows_of([0.5] * 4, policy="dropkv[pool=avg]") + rows_of([0.2] * 4, policy="dropkv")
+    print_tables(run, rows)
+    print_best(run, rows)
+    assert capsys.readouterr().out.count("dropkv[pool=avg]") == 2

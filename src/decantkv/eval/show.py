@@ -28,7 +28,7 @@ def print_tables(
         for table in fidelity(rows, reference=reference):
             console.print(table)
         return
-    measure = "score" if any("score" in row for row in rows) else "nll"
+    measure = _measure(rows)
     for one in tables(rows, reference=reference, measure=measure):
         what = "score" if measure == "score" else "negative log-likelihood a token of the answer, lower is better"
         console.print(f"\n{one.length} tokens; {what}; full cache {one.full}")
@@ -42,9 +42,12 @@ def print_tables(
 
 
 def wide_console() -> Console:
-    """Standard output; where that is no terminal, as wide as the tables are."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=180)
+    """Standard output; where that is no terminal, as wide as the tables are.
+
+    Brackets in a method's label are options, not markup.
+    """
+    console = Console(highlight=False, markup=False)
+    return console if console.is_terminal else Console(highlight=False, markup=False, width=180)
 
 
 def print_best(
@@ -62,15 +65,19 @@ def print_best(
         "regime",
         "budget",
         "best on even prompts",
-        "there",
+        f"{_measure(rows)} there",
         "on odd prompts",
         f"− {reference} there",
     ):
         table.add_column(column)
-    for b in best_on_the_other_half(rows, reference=reference):
+    for b in best_on_the_other_half(rows, reference=reference, measure=_measure(rows)):
         against = str(b.against) if b.against else ""
         table.add_row(f"{b.length}", b.regime, b.budget, b.policy, str(b.seen), str(b.unseen), against)
     console.print(table)
+
+
+def _measure(rows: Sequence[Mapping[str, Any]]) -> str:
+    return "score" if any("score" in row for row in rows) else "nll"
 
 
 def heading(configuration: Mapping[str, Any]) -> str:

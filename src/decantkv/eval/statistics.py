@@ -233,7 +233,7 @@ def _grouped(keys: Iterable[str], task_of: Mapping[str, tuple[int, str]]) -> dic
 
 @dataclass(frozen=True)
 class Best:
-    """The method that scored highest on one half of the prompts, and what it is worth on the other.
+    """The method that was best on one half of the prompts, and what it is worth on the other.
 
     Attributes:
         seen: its score on the half it was chosen by, which flatters it.
@@ -250,19 +250,26 @@ class Best:
     against: Interval | None
 
 
-def best_on_the_other_half(rows: Sequence[Mapping[str, Any]], *, reference: str = "dropkv") -> list[Best]:
-    """Choose by prompts with even numbers, report on those with odd ones, for each length, regime and budget."""
+def best_on_the_other_half(
+    rows: Sequence[Mapping[str, Any]], *, reference: str = "dropkv", measure: str = "score"
+) -> list[Best]:
+    """Choose by prompts with even numbers, report on those with odd ones, for each length, regime and budget.
+
+    Args:
+        reference, measure: as in `tables`.
+    """
+    sign = 1 if measure == "score" else -1
 
     def half(odd: int) -> dict[tuple[int, str, str, str], Summary]:
         chosen = [row for row in rows if int(row["prompt"].rsplit("/", 1)[1]) % 2 == odd]
-        found = [s for table in tables(chosen, reference=reference) for s in table.summaries]
+        found = [s for table in tables(chosen, reference=reference, measure=measure) for s in table.summaries]
         return {(s.length, s.regime, s.budget, s.policy): s for s in found if s.budget != "-"}
 
     even, odd = half(0), half(1)
     best: dict[tuple[int, str, str], Summary] = {}
     for (length, regime, budget, policy), summary in even.items():
         place = (length, regime, budget)
-        better = place not in best or summary.score.mean > best[place].score.mean
+        better = place not in best or sign * summary.score.mean > sign * best[place].score.mean
         if better and (*place, policy) in odd:
             best[place] = summary
     return [
