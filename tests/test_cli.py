@@ -37,6 +37,12 @@ def test_methods_as_a_table_and_as_json(capsys):
     assert rows["criticalkv"]["needs"] == "W_O"
 
 
+def test_brackets_in_what_was_typed_are_no_markup(capsys):
+    code, _, err = run(capsys, "generate", "--model", "m", "--prompt-file", "a[bold]b.txt", "--question", "why")
+    assert code == 2
+    assert "a[bold]b.txt" in err
+
+
 def test_as_a_module():
     run = subprocess.run([sys.executable, "-m", "decantkv", "methods", "--json"], capture_output=True, check=True)
     assert "dropkv" in {row["name"] for row in json.loads(run.stdout)}

@@ -10,6 +10,7 @@ from typing import Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 app = typer.Typer(
     name="decantkv",
@@ -69,5 +70,5 @@ def main(arguments: list[str] | None = None) -> None:
 def fail(message: str, *, code: int = 2) -> int:
     """Say what went wrong in one line."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    console.print(f"[bold red]error:[/] {' '.join(message.split())}", markup=True)
+    console.print(f"[bold red]error:[/] {escape(' '.join(message.split()))}", markup=True)
     return code

@@ -63,7 +63,7 @@ def run(model_name: str, text: str, settings: Any, *, max_new_tokens: int, raw: 
 
     disable_progress_bar()  # one of ours is enough
     console = Console(stderr=True)
-    with console.status(f"loading {model_name}"):
+    with console.status(f"loading {escape(model_name)}"):
         model, tokenizer = load(model_name)
     prompt, templated = (text, False) if raw else chat_prompt(tokenizer, text)
     inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=not templated).to(model.device)

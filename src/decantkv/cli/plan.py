@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from decantkv.cli import app
@@ -41,7 +42,7 @@ def plan(
     if as_json:
         print(made.to_json())
         return
-    table = Table(title=f"{model}: {length:,} tokens, {made.n_keep:,} kept per head", show_header=True)
+    table = Table(title=f"{escape(model)}: {length:,} tokens, {made.n_keep:,} kept per head", show_header=True)
     for column in ("", "full", "kept"):
         table.add_column(column, justify="left" if not column else "right")
     table.add_row("KV cache of one prompt", gib(made.bytes_full), gib(made.bytes_kept))

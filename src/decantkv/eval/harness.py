@@ -77,4 +77,4 @@ def _print(shown: dict[str, Any]) -> None:
             if isinstance(value, float) and "stderr" not in name and value >= 0:
                 error = values.get(name.replace(",", "_stderr,"), "")
                 table.add_row(task, name, f"{value:.4f}", f"{error:.4f}" if isinstance(error, float) else "")
-    Console(highlight=False).print(table)
+    Console(highlight=False, markup=False).print(table)

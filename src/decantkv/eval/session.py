@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import PreTrainedModel
 
@@ -86,7 +87,7 @@ class Session:
         begun = time.monotonic()
         console = Console(stderr=True)
         texts = self._texts()
-        with console.status(f"loading {self.model}"):
+        with console.status(f"loading {escape(self.model)}"):
             model, tokenizer = self._load()
         form = ChatFormat(tokenizer, system=self.system)
         apart = ChatFormat(copy.deepcopy(tokenizer), system=self.system)  # prompts are made in a thread of their own

@@ -22,4 +22,4 @@ def report(
     page = build(folders, bench or ())
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(page, encoding="utf-8")
-    Console(stderr=True, highlight=False).print(f"{out}: {len(page) / 2**20:.1f} MB")
+    Console(stderr=True, highlight=False).print(f"{out}: {len(page) / 2**20:.1f} MB", markup=False)

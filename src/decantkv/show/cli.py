@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 
 def show(
@@ -43,7 +44,7 @@ def show(
         for chosen in method or ["dropkv"]
     ]
     console = Console(stderr=True, highlight=False)
-    with console.status(f"loading {model}") as status:
+    with console.status(f"loading {escape(model)}") as status:
         loaded, tokenizer = load(model)
         ids, pieces = prompt_pieces(tokenizer, text, raw=raw)
         view = collect(
@@ -58,7 +59,7 @@ def show(
         )
     out.write_text(render(view), encoding="utf-8")
     tell(view, Console(highlight=False))
-    console.print(f"wrote {out} ({out.stat().st_size / 1e6:.1f} MB)")
+    console.print(f"wrote {escape(str(out))} ({out.stat().st_size / 1e6:.1f} MB)")
 
 
 def prompt_pieces(tokenizer: Any, text: str, *, raw: bool) -> tuple[Any, list[str]]:

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 
 def verify(
@@ -71,7 +72,7 @@ def _measure(model_name: str, prompt_file: Path, path: Path, **options: Any) -> 
     number = options["budget"]
     share = Budget.parse(float(number) if "." in number else int(number))
     console = Console(stderr=True, highlight=False)
-    with console.status(f"loading {model_name}") as status:
+    with console.status(f"loading {escape(model_name)}") as status:
         model, tokenizer = load(model_name)
         text = prompt_file.read_text(encoding="utf-8")
         ids = prompt_ids(tokenizer, text, options["question"], tokens=options["tokens"], raw=options["raw"])
@@ -129,7 +130,7 @@ def _tell(out: Path) -> None:
     try:
         page(header, records, out / "plots.png")
     except ModuleNotFoundError as missing:
-        Console(stderr=True).print(f"no plots.png: {missing}")
+        Console(stderr=True).print(f"no plots.png: {missing}", markup=False)
 
 
 def _numbers(option: str, text: str) -> tuple[int, ...]:
