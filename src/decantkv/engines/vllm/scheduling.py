@@ -34,13 +34,13 @@ def _cap_hits(manager: type) -> None:
     lookup = KVCacheManager.get_computed_blocks
 
     @functools.wraps(lookup)
-    def get_computed_blocks(self: Any, request: Any) -> Any:
+    def get_computed_blocks(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         ours = evicting(self, manager)
         made = None if ours is None else ours.plan(request.num_prompt_tokens)
         if made is None or not made.evicts:
-            return lookup(self, request)
+            return lookup(self, request, *args, **kwargs)
         with _at_most(self.coordinator, made.dropped):
-            return lookup(self, request)
+            return lookup(self, request, *args, **kwargs)
 
     KVCacheManager.get_computed_blocks = get_computed_blocks
 
