@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import decantkv
+from decantkv.methods import resolve
 from decantkv.scoring import compute, reference, tiled
 from decantkv.scoring.window import make_window
 from decantkv.theory import oracle
@@ -194,12 +195,15 @@ class LiveBytes(TorchDispatchMode):
         self.live -= size
 
 
-def test_scratch_stays_under_32_mb_at_128k_keys():
+@pytest.mark.parametrize("method", ["dropkv", "dropkv by W_O", "andpro", "andpro-chunks"])
+def test_scratch_stays_under_32_mb_at_128k_keys(method):
     keys = 131_072
-    k = torch.randn(1, 8, keys, 128, dtype=torch.bfloat16)
-    q = torch.randn(1, 32, 8, 128, dtype=torch.bfloat16)
+    k = torch.randn(1, 8, keys, 32, dtype=torch.bfloat16).repeat(1, 1, 1, 4)
+    q = torch.randn(1, 32, 8 if method == "dropkv" else 3, 128, dtype=torch.bfloat16)
+    win = make_window(q, k, k, output_projection=torch.randn(32, 128, 64) if "W_O" in method else None)
+    chosen = decantkv.DropKV(weigh="output") if "W_O" in method else resolve(method, window=q.shape[2])
     with LiveBytes(q, k) as counter:
-        scores = decantkv.score(q, k, k, impl="torch")
+        scores = chosen.score(win, impl="torch")
     scratch = counter.peak - scores.numel() * 4
     assert 2**20 < scratch <= 32 * 2**20
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -41,3 +42,20 @@ def test_blocks_fit_shared_memory(itemsize, g, w, dim, device):
     assert held >= g * w
     assert held % cut.rows == 0
     assert cut.rows & (cut.rows - 1) == 0
+
+
+@pytest.mark.parametrize("rows", [(4, 8), (4, 32)])
+@pytest.mark.parametrize("quantity", ["perturbation", "attention_mass", "alignment", "chunk_alignment"])
+def test_scratch_does_not_grow_with_the_prompt(monkeypatch, quantity, rows):
+    launch = pytest.importorskip("decantkv.kernels.launch")
+    monkeypatch.setattr(launch, "device_of", lambda device: DEVICES[0])
+    group, window = rows
+    scratch = []
+    for n in (2**17, 2**20):
+        q = torch.empty(1, 8 * group, window, 128, dtype=torch.bfloat16, device="meta")
+        k = torch.empty(1, 8, n, 128, dtype=torch.bfloat16, device="meta")
+        task = launch.Task(quantity, kernel_size=7, row_pool="max" if "chunk" in quantity else "none")
+        made = launch.prepare(q, k, k, 0.1, None, task, padded=False, sink=False, hints=False)
+        scratch.append(4 * (made.part_words + made.row_words))
+    assert scratch[0] <= scratch[1] * 1.1
+    assert max(scratch) <= 10 * 2**20

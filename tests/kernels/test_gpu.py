@@ -9,10 +9,13 @@ import random
 import pytest
 import torch
 
+from tests.kernels import windows
 from tests.kernels.windows import window
 
 pytestmark = pytest.mark.gpu
 
+DEVICE = "cuda"  # a rehearsal in Triton's interpreter puts "cpu" here
+LONGEST = 5000
 CHUNKS = 8
 CASES = int(os.environ.get("DECANTKV_FUZZ", "512")) // CHUNKS
 # what the kernels are compiled for is drawn from few, everything else freely
@@ -43,15 +46,17 @@ def test_random_shapes_meet_the_contract(chunk, fuzz_seed, record_property):
     for case in range(CASES):
         kind = rng.choice(KINDS)
         shape = dict(kind, B=rng.randint(1, 3), H=rng.randint(1, 4))
-        shape["N"] = rng.choice([kind["w"], kind["w"] + 1, rng.randint(kind["w"], 600), rng.randint(kind["w"], 5000)])
+        shape["N"] = rng.choice(
+            [kind["w"], kind["w"] + 1, rng.randint(kind["w"], LONGEST // 8), rng.randint(kind["w"], LONGEST)]
+        )
         shape["sink"] = rng.choice([0, 0, rng.uniform(4, 22)])  # 22 nats over a few thousand keys: 1−p about 1e-6
         shape["average"] = rng.random() < 0.3
         shape["heads_last"] = rng.random() < 0.5
         if rng.random() < 0.3:
-            shape["lengths"] = torch.tensor([rng.randint(1, shape["N"]) for _ in range(shape["B"])], device="cuda")
+            shape["lengths"] = torch.tensor([rng.randint(1, shape["N"]) for _ in range(shape["B"])], device=DEVICE)
         hints = rng.random() < 0.4
         seed = rng.randrange(2**31)
-        win = window(seed, device="cuda", hints=hints, **shape)
+        win = window(seed, device=DEVICE, hints=hints, **shape)
         start = None if win.lengths is None else win.kv_len - win.lengths
         with poisoned():
             scores = kernels.window_scores(win.q, win.k, win.v, scale=win.scale, start=start, out=win.out, lse=win.lse)
@@ -74,7 +79,7 @@ def test_random_shapes_meet_the_contract(chunk, fuzz_seed, record_property):
                 start=start,
                 window=tail,
                 **pooled,
-                counts=torch.tensor(counts, device="cuda")[:, None].expand(-1, win.num_kv_heads).contiguous(),
+                counts=torch.tensor(counts, device=DEVICE)[:, None].expand(-1, win.num_kv_heads).contiguous(),
             )
             k_kept, v_kept = kernels.gather_kv(win.k, win.v, kept)
         expected = select(scores, n_keep=counts, window=tail, lengths=lengths, impl="torch", **pooled).indices
@@ -84,6 +89,52 @@ def test_random_shapes_meet_the_contract(chunk, fuzz_seed, record_property):
             want = x.gather(2, slots.expand(-1, -1, -1, x.shape[3])).masked_fill((kept < 0)[..., None], 0)
             assert torch.equal(got, want), about
     print(f"chunk {chunk}: {CASES} cases, worst {worst[0]:.3f} of the contract: {worst[1]}")
+
+
+@pytest.mark.parametrize("name", windows.QUANTITIES)
+def test_other_quantities_meet_the_contract(name, fuzz_seed):
+    from decantkv.scoring import compute
+
+    quantity, options = windows.QUANTITIES[name]
+    rng = random.Random(f"{fuzz_seed} {name}")
+    worst = (0.0, None)
+    for case in range(max(1, CASES // 4)):
+        kind = rng.choice(KINDS)
+        shape = dict(kind, B=rng.randint(1, 2), H=rng.randint(1, 4), N=rng.randint(kind["w"], LONGEST))
+        shape |= {"sink": rng.choice([0, rng.uniform(4, 20)]), "heads_last": rng.random() < 0.5, "projection": 256}
+        if rng.random() < 0.3:
+            shape["lengths"] = torch.tensor([rng.randint(1, shape["N"]) for _ in range(shape["B"])], device=DEVICE)
+        seed = rng.randrange(2**31)
+        win = window(seed, device=DEVICE, **shape)
+        with poisoned():
+            scores = compute(quantity, win, impl="triton", **options)
+        about = f"seed {fuzz_seed} {name} case {case}: {shape} inner seed {seed}"
+        assert torch.equal(scores, compute(quantity, win, impl="triton", **options)), f"repeats differ, {about}"
+        ratio = windows.worst_error(scores, win, quantity, **options)
+        assert ratio <= 1, f"{ratio:.3g} of the contract, {about}"
+        worst = max(worst, (ratio, about), key=lambda pair: pair[0])
+    print(f"{name}: worst {worst[0]:.3f} of the contract: {worst[1]}")
+
+
+def test_other_quantities_need_little_memory_and_no_host():
+    """At 128K nothing of size w·n·d; W_O widened 16 MiB at a time, and a float32 per query head and key for it."""
+    from decantkv.scoring import compute
+
+    win = window(4, H=8, N=2**17, D=128, device="cuda", projection=1024)
+    for name, (quantity, options) in windows.QUANTITIES.items():
+        compute(quantity, win, impl="triton", **options)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            scores = compute(quantity, win, impl="triton", **options)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        scratch = torch.cuda.max_memory_allocated() - before - scores.numel() * 4
+        norms = 32 * 2**17 * 4 if name.startswith("W_O") else 0
+        print(f"{name}: {(scratch - norms) / 2**20:.1f} MiB of scratch beside {norms / 2**20:.0f} MiB of norms")
+        assert scratch - norms <= 40 * 2**20, name
 
 
 class poisoned:

@@ -16,20 +16,22 @@ pytestmark = [
 ]
 
 
-def run(win, quantity="perturbation", reduce="sum", *, keys=64, per_split=128):
+def run(win, quantity="perturbation", reduce="sum", *, keys=64, per_split=128, weigh="value", **options):
     """The kernels on small blocks, over memory that was NaN before."""
-    from decantkv.kernels import launch
     from decantkv.kernels.blocks import Blocks, padded_rows, row_tile
+    from decantkv.kernels.launch import launch_scores
+    from decantkv.kernels.plan import Plan, device_of
 
-    device = launch.device_of(win.k.device)
+    device = device_of(win.k.device)
     tile = row_tile(win.k.shape[3], win.v.shape[3], win.k.element_size(), device)
     block = Blocks(min(tile, padded_rows(win.group_size * win.window, tile)), keys, 4, 1)
-    plan = launch.Plan(block, block, per_split, -(-win.kv_len // per_split))
+    plan = Plan(block, block, per_split, -(-win.kv_len // per_split))
     start = None if win.lengths is None else win.kv_len - win.lengths
     with poisoned():
-        return launch.launch_scores(
+        return launch_scores(
             win.q, win.k, win.v, win.scale, start=start, softcap=win.softcap, sink_logits=win.sink_logits,
             out=win.out, lse=win.lse, quantity=quantity, reduce=reduce, plan_=plan,
+            output_projection=win.output_projection if weigh == "output" else None, **options,
         )  # fmt: skip
 
 

@@ -49,22 +49,22 @@ def persistent_kernel(
     wait_for_all(p_barrier, n_programs)
     for task in range(pid, ROWS * n_groups, n_programs):
         merge_row(
-            task % ROWS, task // ROWS, p_v, p_part, p_part, p_rows, n_splits, svb, svh, svn,
-            H, G, W, DV, ROWS, BDV, BS, CHUNK, False, True,
+            task % ROWS, task // ROWS, p_v, p_part, p_part, p_part, p_rows, n_splits, svb, svh, svn,
+            H, G, W, DV, ROWS, BDV, BS, CHUNK, False, True, BDV, False,
         )  # fmt: skip
     wait_for_all(p_barrier + 1, n_programs)
     score_split(
-        i_split, i_bh, p_q, p_k, p_v, p_v, p_rows, p_rows, p_score, p_part, p_q,
+        i_split, i_bh, p_q, p_k, p_v, p_v, p_rows, p_rows, p_score, p_part, p_q, p_q, p_q,
         n_keys, keys_per_split, n_splits, scale, cap2,
         sqb, sqh, sqw, skb, skh, skn, svb, svh, svn, svb, svh, svn, H, G, W, D, DV, ROWS, ROWS, BN, BD, BDV,
-        False, False, 0, False, False, 2, 2, "tf32",
+        BDV, False, False, 0, False, 0, 1, False, 2, 2, "tf32",
     )  # fmt: skip
 
 
 def persistent_scores(win: AttentionWindow) -> Tensor:
     """DropKV's cost [B, H, N] in one launch."""
     q, k, v = win.q, win.k, win.v
-    p = launch._prepare(q, k, v, win.scale, None, None, None, None, "perturbation", "sum", None)
+    p = launch.prepare(q, k, v, win.scale, None, launch.Task(), padded=False, sink=False, hints=False)
     scores = torch.empty(k.shape[:3], dtype=torch.float32, device=k.device)
     part = torch.empty(p.part_words, dtype=torch.float32, device=k.device)
     rows = torch.empty(p.row_words, dtype=torch.float32, device=k.device)

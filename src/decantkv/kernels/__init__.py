@@ -11,10 +11,10 @@ from torch import Tensor
 
 from decantkv.kernels import ops
 from decantkv.kernels.compaction import POOLS, launch_gather, launch_select
-from decantkv.kernels.launch import MAX_DIM, launch_scores
+from decantkv.kernels.launch import MAX_DIM, QUANTITIES, ROW_POOLS, launch_scores
 from decantkv.kernels.primitives import INTERPRETED
 
-__all__ = ["INTERPRETED", "MAX_DIM", "gather_kv", "select_topk", "window_scores"]
+__all__ = ["INTERPRETED", "MAX_DIM", "QUANTITIES", "gather_kv", "select_topk", "window_scores"]
 
 
 def window_scores(
@@ -30,6 +30,10 @@ def window_scores(
     lse: Tensor | None = None,
     quantity: str = "perturbation",
     reduce: str = "sum",
+    row_pool: str = "none",
+    kernel_size: int = 1,
+    chunk: int = 4,
+    output_projection: Tensor | None = None,
 ) -> Tensor:
     """A window quantity per key, fused.
 
@@ -39,19 +43,39 @@ def window_scores(
         start: [B] integers, the first real key of each batch row; None: all are real.
         out, lse: the rows' output [B, HQ, w, Dv] and natural log-sum-exp [B, HQ, w] where the model has them: then
             the keys and values are read once instead of twice. A row's dominant key stays exact; the others are as
-            exact as `out`.
-        quantity: "perturbation" or "attention_mass", as in `decantkv.scoring.reference`.
+            exact as `out`. "alignment", "chunk_alignment" and weighing by W_O make their own.
+        quantity: one of QUANTITIES, as in `decantkv.scoring.reference`.
         reduce: "sum" or "max" over a KV head's rows.
+        row_pool, kernel_size: "none", "max" or "avg" of each row's weights over an odd number of keys, for
+            "attention_mass" and "chunk_alignment".
+        chunk: keys of a chunk, for "chunk_alignment".
+        output_projection: [HQ, Dv, E], floating point, any strides: "perturbation" then measures ‖(a − v)·W_O‖. None:
+            ‖a − v‖.
 
     Returns:
-        [B, H, N] float32; 0 at pads and where the true value is below float32's smallest normal number.
+        [B, H, N] float32; 0 at pads and where the true value's magnitude is below float32's smallest normal number.
+
+    Raises:
+        ValueError: a name or option that does not fit; the message names the argument.
     """
+    if quantity not in QUANTITIES:
+        raise ValueError(f"quantity: expected one of {', '.join(QUANTITIES)}, got {quantity!r}")
+    if row_pool not in ROW_POOLS:
+        raise ValueError(f"row_pool: expected one of {', '.join(ROW_POOLS)}, got {row_pool!r}")
+    if kernel_size < 1 or kernel_size % 2 == 0:
+        raise ValueError(f"kernel_size: expected a positive odd number, got {kernel_size}")
+    if output_projection is not None and quantity != "perturbation":
+        raise ValueError(f"output_projection: expected None for {quantity}, got {list(output_projection.shape)}")
     if torch.compiler.is_compiling():
-        scores: Tensor = ops.window_scores(q, k, v, scale, start, softcap, sink_logits, out, lse, quantity, reduce)
+        scores: Tensor = ops.window_scores(
+            q, k, v, scale, start, softcap, sink_logits, out, lse, quantity, reduce, row_pool, kernel_size, chunk,
+            output_projection,
+        )  # fmt: skip
         return scores
     return launch_scores(
         q, k, v, scale, start=start, softcap=softcap, sink_logits=sink_logits, out=out, lse=lse,
-        quantity=quantity, reduce=reduce,
+        quantity=quantity, reduce=reduce, row_pool=row_pool, kernel_size=kernel_size, chunk=chunk,
+        output_projection=output_projection,
     )  # fmt: skip
 
 

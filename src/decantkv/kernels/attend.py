@@ -8,7 +8,7 @@ Most tiles hold nothing that large. They are folded in under the old reference m
 rows: only a key above the row's running total makes the kernel look closer.
 
 Scratch, float32 words. A split: [ROWS, BDV] Σ e·v of the others, then (m, Σ e, s_top, top) as [4, ROWS].
-A KV head: [ROWS, BDV] the output a, then (lse2, top, cost² of top) as [3, ROWS]. Without values only the words.
+A KV head: [ROWS, RW] the output a, then (lse2, top, cost² of top) as [3, ROWS]; without values only the words.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from decantkv.kernels.primitives import dot, finite, to_logits2
+from decantkv.kernels.primitives import dot, finite, to_logits2, weighted_sum
 
 _NO_INDEX = tl.constexpr(2147483647)
 # A key below this share of what its row has seen stays in the sums: with 16-bit weights a 1−p of 0.1 keeps its digits,
@@ -106,14 +106,7 @@ def attend_split(
         e = tl.exp2(s - finite(m)[None, :])
         weight += e
         if VALUES:
-            if PARTS == 2:
-                # bf16 weights as two parts: 16 bits of weight at the price of one more dot
-                e_hi = e.to(b_v.dtype)
-                acc += dot(tl.trans(b_v), e_hi, PRECISION)
-                acc += dot(tl.trans(b_v), (e - e_hi.to(tl.float32)).to(b_v.dtype), PRECISION)
-            else:
-                # float16 weights would lose a flat row's tail to underflow; tf32 holds float16 values exactly
-                acc += dot(tl.trans(b_v.to(tl.float32)), e, PRECISION)
+            acc = weighted_sum(acc, b_v, e, PARTS, PRECISION)
 
     p_part += (i_bh * n_splits + i_split).to(tl.int64) * (ROWS * ((BDV if VALUES else 0) + 4))
     if VALUES:
@@ -146,14 +139,37 @@ def attend_kernel(
 
 
 @triton.jit
+def project_row(a, apart, p_m, p_am, DV: tl.constexpr, BDV: tl.constexpr):
+    """Store a·M [BDV] for a symmetric M [DV, DV]; return a·M·aᵀ and apart·M·apartᵀ."""
+    BE: tl.constexpr = 16
+    dv = tl.arange(0, BDV)
+    a_norm = tl.sum(tl.zeros([BDV], tl.float32), 0)
+    distance = a_norm
+    for e0 in range(0, BDV, BE):
+        e = e0 + tl.arange(0, BE)
+        # [BE, BDV]
+        b_m = tl.load(p_m + e[:, None] * DV + dv[None, :], mask=(e < DV)[:, None] & (dv < DV)[None, :], other=0.0)
+        here = dv[None, :] == e[:, None]
+        am = tl.sum(b_m * a[None, :], 1)
+        tl.store(p_am + e, am)
+        a_norm += tl.sum(am * tl.sum(tl.where(here, a[None, :], 0.0), 1), 0)
+        distance += tl.sum(tl.sum(b_m * apart[None, :], 1) * tl.sum(tl.where(here, apart[None, :], 0.0), 1), 0)
+    return tl.maximum(a_norm, 0.0), tl.maximum(distance, 0.0)
+
+
+@triton.jit
 def merge_row(
     i_row, i_bh,
-    p_v, p_part, p_sink, p_rows,
+    p_v, p_part, p_sink, p_metric, p_rows,
     n_splits, svb, svh, svn,
     H, G: tl.constexpr, W: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, BDV: tl.constexpr,
-    BS: tl.constexpr, CHUNK: tl.constexpr, SINK: tl.constexpr, VALUES: tl.constexpr,
+    BS: tl.constexpr, CHUNK: tl.constexpr, SINK: tl.constexpr, VALUES: tl.constexpr, RW: tl.constexpr,
+    METRIC: tl.constexpr,
 ):  # fmt: skip
-    """Join a row's splits: its output, log-sum-exp, dominant key and that key's cost²."""
+    """Join a row's splits: its output, log-sum-exp, dominant key and that key's cost².
+
+    With METRIC, p_metric holds M = W_O·W_Oᵀ of each query head, and a is replaced by a·M with a·M·aᵀ beside it.
+    """
     WIDTH: tl.constexpr = BDV if VALUES else 0
     PART: tl.constexpr = ROWS * (WIDTH + 4)
     i_b = (i_bh // H).to(tl.int64)
@@ -161,7 +177,8 @@ def merge_row(
     i_s = tl.arange(0, BS)
     m_s = i_s < n_splits
     p_part += i_bh.to(tl.int64) * n_splits * PART
-    p_rows += i_bh.to(tl.int64) * (ROWS * (WIDTH + 3))
+    p_rows += i_bh.to(tl.int64) * (ROWS * (RW + (4 if METRIC else 3)))
+    p_words = p_rows + ROWS * RW + i_row
     p_state = p_part + ROWS * WIDTH + i_row
     dv = tl.arange(0, BDV)
     if VALUES and BS <= CHUNK:
@@ -221,26 +238,33 @@ def merge_row(
         z = e_top + e_rest
         z_safe = tl.where(z > 0, z, 1.0)
         apart = rest - v_top
-        cost = (e_top / z_safe) * (e_top / z_safe) * tl.sum(apart * apart, 0)
-        tl.store(p_rows + i_row * BDV + dv, (e_top / z_safe) * v_top + (e_rest / z_safe) * rest)
-        tl.store(p_rows + ROWS * WIDTH + ROWS + i_row, top.to(tl.float32, bitcast=True))
-        tl.store(p_rows + ROWS * WIDTH + 2 * ROWS + i_row, cost)
+        a = (e_top / z_safe) * v_top + (e_rest / z_safe) * rest
+        if METRIC:
+            p_m = p_metric + (i_h * G + tl.minimum(i_row // W, G - 1)).to(tl.int64) * (DV * DV)
+            a_norm, distance = project_row(a, apart, p_m, p_rows + i_row * BDV, DV, BDV)
+            tl.store(p_words + 3 * ROWS, a_norm)
+        else:
+            distance = tl.sum(apart * apart, 0)
+            tl.store(p_rows + i_row * BDV + dv, a)
+        tl.store(p_words + ROWS, top.to(tl.float32, bitcast=True))
+        tl.store(p_words + 2 * ROWS, (e_top / z_safe) * (e_top / z_safe) * distance)
         m = m_all
         weight = z
     # a row that sees no key has weights 0 everywhere
     lse2 = tl.where(weight > 0, finite(m) + tl.log2(tl.where(weight > 0, weight, 1.0)), float("inf"))
-    tl.store(p_rows + ROWS * WIDTH + i_row, lse2)
+    tl.store(p_words, lse2)
 
 
 @triton.jit(do_not_specialize=["n_splits", "H"])
 def merge_kernel(
-    p_v, p_part, p_sink, p_rows,
+    p_v, p_part, p_sink, p_metric, p_rows,
     n_splits, svb, svh, svn,
     H, G: tl.constexpr, W: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, BDV: tl.constexpr,
-    BS: tl.constexpr, CHUNK: tl.constexpr, SINK: tl.constexpr, VALUES: tl.constexpr,
+    BS: tl.constexpr, CHUNK: tl.constexpr, SINK: tl.constexpr, VALUES: tl.constexpr, RW: tl.constexpr,
+    METRIC: tl.constexpr,
 ):  # fmt: skip
     """Grid (ROWS, B·H)."""
     merge_row(
-        tl.program_id(0), tl.program_id(1), p_v, p_part, p_sink, p_rows, n_splits, svb, svh, svn,
-        H, G, W, DV, ROWS, BDV, BS, CHUNK, SINK, VALUES,
+        tl.program_id(0), tl.program_id(1), p_v, p_part, p_sink, p_metric, p_rows, n_splits, svb, svh, svn,
+        H, G, W, DV, ROWS, BDV, BS, CHUNK, SINK, VALUES, RW, METRIC,
     )  # fmt: skip

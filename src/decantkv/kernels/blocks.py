@@ -86,20 +86,35 @@ def attend_blocks(rows: int, dim: int, v_dim: int, itemsize: int, device: Device
 
 
 def score_blocks(
-    rows: int, dim: int, v_dim: int, itemsize: int, device: Device, *, bf16: bool = True, one_pass: bool = False
+    rows: int,
+    dim: int,
+    v_dim: int,
+    itemsize: int,
+    device: Device,
+    *,
+    bf16: bool = True,
+    one_pass: bool = False,
+    more: bool = False,
 ) -> Blocks:
-    """Blocks of kernel B."""
+    """Blocks of kernel B; `more` where its last step holds more registers than the default one."""
     tile = row_tile(dim, v_dim, itemsize, device)
     block = min(padded_rows(rows, tile), tile)
     bd, bdv = padded_dim(dim), padded_dim(v_dim)
-    narrow = itemsize == 4 or max(bd, bdv) > 128 or rows > tile
+    narrow = more or itemsize == 4 or max(bd, bdv) > 128 or rows > tile
     narrow = narrow or (one_pass and (block > 32 or not bf16 or not device.warpgroups))
     row_bytes = (bd + 2 * bdv) * itemsize * (2 if rows > tile else 1)
     warps = 4 if block <= 32 and not narrow else 8
     keys = 32 if narrow else 64
+    if more and (itemsize == 4 or max(bd, bdv) > 128):
+        keys = 16
     if rows > tile and not device.warpgroups:
         keys = 16
     return _fit(block, keys, row_bytes, (bd + bdv) * itemsize, warps, 3, device)
+
+
+def norm_blocks(itemsize: int) -> Blocks:
+    """Blocks of the norms behind W_O; `rows` are columns of M, which every program reads in full."""
+    return Blocks(16, 32 if itemsize == 4 else 64, 8, 1)
 
 
 def split_keys(n_keys: int, groups: int, block: int, device: Device, *, per_processor: int = 2) -> tuple[int, int]:

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from decantkv.kernels.blocks import Blocks, Device, padded_dim, power_of_two
-from decantkv.kernels.launch import device_of, precision_of
+from decantkv.kernels.plan import device_of, precision_of
 from decantkv.kernels.primitives import LOG2E, dot, finite, to_logits2
 
 MAX_DIM = 256

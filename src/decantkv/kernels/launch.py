@@ -1,8 +1,7 @@
-"""Launching the scoring kernels: scratch, grids, and what each dtype needs."""
+"""Launching the scoring kernels: scratch, grids, and what each quantity and dtype needs."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,65 +10,58 @@ import torch
 from torch import Tensor
 
 from decantkv.kernels.attend import attend_kernel, merge_kernel
-from decantkv.kernels.blocks import (
-    Blocks,
-    Device,
-    attend_blocks,
-    padded_dim,
-    padded_rows,
-    power_of_two,
-    row_tile,
-    score_blocks,
-    split_keys,
-)
+from decantkv.kernels.blocks import norm_blocks, padded_dim, padded_rows, power_of_two, row_tile
 from decantkv.kernels.launcher import Launch, address, aligned, current_stream, on_device
-from decantkv.kernels.primitives import INTERPRETED, LOG2E
-from decantkv.kernels.score import MASS, PERTURBATION, add_dominant_kernel, dominant_cost_kernel, score_kernel
+from decantkv.kernels.plan import Plan, device_of, plan, precision_of
+from decantkv.kernels.primitives import LOG2E
+from decantkv.kernels.pull import chunk_sum_kernel, pull_kernel
+from decantkv.kernels.score import (
+    ALIGNMENT,
+    AVG_POOL,
+    MASS,
+    MAX_POOL,
+    NO_POOL,
+    OUTPUT_PERTURBATION,
+    PERTURBATION,
+    PULL,
+    add_dominant_kernel,
+    dominant_cost_kernel,
+    score_kernel,
+)
+from decantkv.kernels.weigh import norm_kernel, output_metric
 
-QUANTITIES = {"perturbation": PERTURBATION, "attention_mass": MASS}
+QUANTITIES = {"perturbation": PERTURBATION, "attention_mass": MASS, "alignment": ALIGNMENT, "chunk_alignment": PULL}
+ROW_POOLS = {"none": NO_POOL, "max": MAX_POOL, "avg": AVG_POOL}
 MERGE_CHUNK = 64  # splits a step of the merge reads at once
 MAX_DIM = 256
+CHUNK_BLOCK = 1024  # keys a program sums chunks of
 
 
-class Plan(NamedTuple):
-    """What a launch is cut by; tests and the benchmark replace it."""
+class Task(NamedTuple):
+    """What is computed: a quantity's name and options, as `decantkv.kernels.window_scores` documents them."""
 
-    attend: Blocks
-    score: Blocks
-    keys_per_split: int
-    splits: int
+    quantity: str = "perturbation"
+    reduce: str = "sum"
+    row_pool: str = "none"
+    kernel_size: int = 1
+    chunk: int = 4
+    projected: bool = False
 
+    @property
+    def kind(self) -> int:
+        """Which of kernel B's quantities it is."""
+        return OUTPUT_PERTURBATION if self.projected else QUANTITIES[self.quantity]
 
-@functools.cache
-def device_of(device: torch.device) -> Device:
-    """The device class behind a torch device; the interpreter stands for a small one."""
-    if INTERPRETED or device.type != "cuda":
-        return Device("cpu", 2, 1 << 20)
-    properties = torch.cuda.get_device_properties(device)
-    shared = getattr(properties, "shared_memory_per_block_optin", 65536)
-    if torch.version.hip:
-        return Device("hip", properties.multi_processor_count, shared)
-    return Device("cuda", properties.multi_processor_count, shared, warpgroups=properties.major == 9)
+    @property
+    def pool(self) -> int:
+        """Which of kernel B's poolings of a row's weights it takes."""
+        return NO_POOL if self.kernel_size == 1 else ROW_POOLS[self.row_pool]
 
-
-@functools.lru_cache(maxsize=1024)
-def plan(
-    rows: int, dim: int, v_dim: int, dtype: torch.dtype, n_keys: int, groups: int, device: Device, one_pass: bool
-) -> Plan:
-    """Blocks and splits for `rows` = g·w rows, `groups` = B·H."""
-    bf16 = dtype == torch.bfloat16
-    a = attend_blocks(rows, dim, v_dim, dtype.itemsize, device, bf16=bf16)
-    b = score_blocks(rows, dim, v_dim, dtype.itemsize, device, bf16=bf16, one_pass=one_pass)
-    tiles = padded_rows(rows, a.rows) // a.rows
-    keys, splits = split_keys(n_keys, groups * tiles, max(a.keys, b.keys), device)
-    return Plan(a, b, keys, splits)
-
-
-def precision_of(dtype: torch.dtype, device: Device) -> str:
-    """How a dot treats float32 operands: full precision from three tf32 products where the device has them."""
-    if device.backend != "cuda":
-        return "ieee"
-    return "tf32x3" if dtype == torch.float32 else "tf32"  # float16 widened beside weights: tf32 holds it exactly
+    def holds_more(self, dim: int, itemsize: int) -> bool:
+        """Whether kernel B's last step needs more registers than for DropKV's own score."""
+        if self.projected or self.pool != NO_POOL:
+            return True
+        return self.kind in (ALIGNMENT, PULL) and (itemsize == 4 or padded_dim(dim) > 128)
 
 
 @dataclass(frozen=True)
@@ -77,19 +69,36 @@ class Prepared:
     """All of a call that only depends on shapes, strides, dtypes and options; a prompt's layers share it."""
 
     plan: Plan
+    task: Task
     one_pass: bool
-    values: bool
     groups: int
     rows: int
     part_words: int
+    row_width: int
     row_words: int
     scalars: tuple[int | float, ...]
     strides: tuple[int, ...]
     attend: Launch
     merge: Launch
+    pull: Launch
     score: Launch
     dominant_cost: Launch
     add_dominant: Launch
+    chunk_sum: Launch
+    norm: Launch
+    norm_keys: int
+
+    @property
+    def last(self) -> Launch:
+        """What a call launches last: once it is compiled, so are the others."""
+        if self.task.kind == PULL:
+            return self.chunk_sum
+        return self.add_dominant if self.rescues else self.score
+
+    @property
+    def rescues(self) -> bool:
+        """Whether the model's own output is used, so that dominant keys are paid for afterwards."""
+        return self.one_pass and self.task.kind == PERTURBATION
 
 
 _prepared: dict[Hashable, Prepared] = {}
@@ -109,95 +118,110 @@ def launch_scores(
     lse: Tensor | None = None,
     quantity: str = "perturbation",
     reduce: str = "sum",
+    row_pool: str = "none",
+    kernel_size: int = 1,
+    chunk: int = 4,
+    output_projection: Tensor | None = None,
     plan_: Plan | None = None,
 ) -> Tensor:
     """Run the kernels; arguments as in `decantkv.kernels.window_scores`, already checked."""
+    task = Task(quantity, reduce, row_pool, kernel_size, chunk, output_projection is not None)
     if q.stride(3) != 1:
         q = q.contiguous()
-    if lse is None or (out is None and quantity == "perturbation"):
+    if lse is None or task.kind not in (PERTURBATION, MASS) or (out is None and task.kind == PERTURBATION):
         out = lse = None
     elif out is not None:
         out = out if out.dtype == v.dtype and out.stride(3) == 1 else out.to(v.dtype).contiguous()
     lse = lse.contiguous() if lse is not None else None
+    weighing = (None, None) if output_projection is None else output_metric(output_projection, k.shape[1])
     key = (
         q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), k.dtype, k.device,
         None if out is None else out.stride(), None if lse is None else lse.dtype,
         None if start is None else start.dtype, None if sink_logits is None else sink_logits.dtype,
-        softcap, scale, quantity, reduce, plan_, aligned(q, k, v, out, lse, start, sink_logits),
+        softcap, scale, task, plan_, aligned(q, k, v, out, lse, start, sink_logits),
     )  # fmt: skip
     known = _prepared.get(key)
     if known is None:
         if len(_prepared) >= _PREPARED_LIMIT:
             _prepared.clear()
-        known = _prepared[key] = _prepare(q, k, v, scale, start, softcap, sink_logits, lse, quantity, reduce, plan_)
+        padded, sink = start is not None, sink_logits is not None
+        known = _prepared[key] = prepare(q, k, v, scale, softcap, task, padded, sink, lse is not None, plan_)
     with on_device(k.device):
-        return _run(known, q, k, v, start, sink_logits, out, lse)
+        return _run(known, q, k, v, start, sink_logits, out, lse, *weighing)
 
 
-def _prepare(
+def prepare(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     scale: float,
-    start: Tensor | None,
     softcap: float | None,
-    sink_logits: Tensor | None,
-    lse: Tensor | None,
-    quantity: str,
-    reduce: str,
-    plan_: Plan | None,
+    task: Task,
+    padded: bool,
+    sink: bool,
+    hints: bool,
+    plan_: Plan | None = None,
 ) -> Prepared:
+    """Bind every launch of a call to its constants."""
     batch, heads, n_keys, dim = k.shape
     v_dim, window = v.shape[3], q.shape[2]
     group, groups = q.shape[1] // heads, batch * heads
-    rows = group * window
-    device = device_of(k.device)
+    device, kind = device_of(k.device), task.kind
     tile = row_tile(dim, v_dim, k.element_size(), device)
-    padded, bd, bdv = padded_rows(rows, tile), padded_dim(dim), padded_dim(v_dim)
-    values = quantity != "attention_mass"
+    rows, bd, bdv = padded_rows(group * window, tile), padded_dim(dim), padded_dim(v_dim)
+    values = kind not in (MASS, PULL)  # whether kernel A makes an output
     # beyond one row tile the rescue of dominant keys has no registers left: the kernels then make their own output
-    one_pass = lse is not None and (not values or padded <= tile)
-    chosen = plan_ or plan(rows, dim, v_dim, k.dtype, n_keys, groups, device, one_pass)
+    one_pass = hints and (kind == MASS or rows <= tile)
+    more = task.holds_more(max(dim, v_dim), k.element_size())
+    chosen = plan_ or plan(group * window, dim, v_dim, k.dtype, n_keys, groups, device, one_pass=one_pass, more=more)
     splits = chosen.splits
     factor, cap2 = (scale * LOG2E, 0.0) if softcap is None else (scale / softcap, softcap * LOG2E)
-    width = bdv if values else 0
-    shape = {"G": group, "W": window}
-    blocks = {"D": dim, "DV": v_dim, "ROWS": padded}
-    modes = {"PADDED": start is not None, "CAPPED": softcap is not None}
-    numbers = {
-        "PARTS": 2 if k.dtype == torch.bfloat16 else 1,
-        "PRECISION": precision_of(k.dtype, device),
-    }
+    row_width = 0 if kind == MASS else bdv
+    if one_pass:
+        part_width, words = (bdv + 2 if kind == PERTURBATION else 0), 2
+        row_words = groups * rows * words if kind == PERTURBATION else 16
+    else:
+        part_width = max(bdv + 4 if values else 4, bdv if kind == PULL else 0)
+        row_words = groups * rows * (row_width + (4 if kind == OUTPUT_PERTURBATION else 3))
+    shape = {"G": group, "W": window, "D": dim, "DV": v_dim, "ROWS": rows}
+    tiles = {"BD": bd, "BDV": bdv}
+    width = {"RW": row_width}
+    modes = {"PADDED": padded, "CAPPED": softcap is not None}
+    pooling = {"POOL": task.pool, "KERNEL": task.kernel_size}
+    numbers = {"PARTS": 2 if k.dtype == torch.bfloat16 else 1, "PRECISION": precision_of(k.dtype, device)}
+    a_blocks = {**shape, "BM": chosen.attend.rows, "BN": chosen.attend.keys, **tiles}
+    b_blocks = {**shape, "BM": chosen.score.rows, "BN": chosen.score.keys, **tiles}
     merging = {
-        **shape, "DV": v_dim, "ROWS": padded, "BDV": bdv,
-        "BS": power_of_two(splits), "CHUNK": min(MERGE_CHUNK, power_of_two(splits)), "SINK": sink_logits is not None,
+        "G": group, "W": window, "DV": v_dim, "ROWS": rows, "BDV": bdv,
+        "BS": power_of_two(splits), "CHUNK": min(MERGE_CHUNK, power_of_two(splits)), "SINK": sink,
     }  # fmt: skip
-    tiles = {"BD": bd, "BDV": bdv, **modes}
-    scratch = not one_pass or values
+    norms = norm_blocks(k.element_size())
+    a_options = {"warps": chosen.attend.warps, "stages": chosen.attend.stages}
     return Prepared(
         plan=chosen,
+        task=task,
         one_pass=one_pass,
-        values=values,
         groups=groups,
-        rows=padded,
-        part_words=groups * splits * padded * (width + (4 if not one_pass else 2)) if scratch else 0,
-        row_words=groups * padded * (width + 3 if not one_pass else 2) if scratch else 16,
+        rows=rows,
+        part_words=groups * splits * rows * part_width,
+        row_width=row_width,
+        row_words=row_words,
         scalars=(n_keys, chosen.keys_per_split, splits, factor, cap2),
         strides=(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]),
-        attend=Launch(
-            attend_kernel,
-            {
-                **shape, **blocks, "BM": chosen.attend.rows, "BN": chosen.attend.keys, **tiles,
-                "VALUES": values, **numbers,
-            },
-            warps=chosen.attend.warps, stages=chosen.attend.stages,
+        attend=Launch(attend_kernel, {**a_blocks, **modes, "VALUES": values, **numbers}, **a_options),
+        merge=Launch(
+            merge_kernel,
+            {**merging, "VALUES": values, **width, "METRIC": kind == OUTPUT_PERTURBATION},
+            warps=4,
         ),
-        merge=Launch(merge_kernel, {**merging, "VALUES": values}, warps=4),
+        pull=Launch(
+            pull_kernel, {**a_blocks, **width, **modes, **pooling, "FIRST": task.chunk, **numbers}, **a_options
+        ),
         score=Launch(
             score_kernel,
             {
-                **shape, **blocks, "BM": chosen.score.rows, "BN": chosen.score.keys, **tiles,
-                "QUANTITY": QUANTITIES[quantity], "MAX": reduce == "max", "ONE_PASS": one_pass,
+                **b_blocks, **width, **modes,
+                "QUANTITY": kind, "MAX": task.reduce == "max", **pooling, "ONE_PASS": one_pass,
                 "A_PARTS": 1 if one_pass or k.dtype == torch.float32 else 2, **numbers,
             },
             warps=chosen.score.warps, stages=chosen.score.stages,
@@ -205,9 +229,21 @@ def _prepare(
         dominant_cost=Launch(dominant_cost_kernel, merging, warps=8),
         add_dominant=Launch(
             add_dominant_kernel,
-            {"G": group, "ROWS": padded, "BM": power_of_two(padded), "MAX": reduce == "max"},
+            {"G": group, "ROWS": rows, "BM": power_of_two(rows), "MAX": task.reduce == "max"},
             warps=1,
         ),
+        chunk_sum=Launch(
+            chunk_sum_kernel, {"W": window, "CHUNK": task.chunk, "PADDED": padded, "BN": CHUNK_BLOCK}, warps=4
+        ),
+        norm=Launch(
+            norm_kernel,
+            {
+                "G": group, "DV": v_dim, "BDV": bdv, "BE": min(norms.rows, bdv), "BN": norms.keys,
+                "PRECISION": numbers["PRECISION"],
+            },
+            warps=norms.warps, stages=norms.stages,
+        ),
+        norm_keys=norms.keys,
     )  # fmt: skip
 
 
@@ -220,37 +256,50 @@ def _run(
     sink_logits: Tensor | None,
     out: Tensor | None,
     lse: Tensor | None,
+    metric: Tensor | None,
+    unit: Tensor | None,
 ) -> Tensor:
-    heads, splits = k.shape[1], p.plan.splits
+    heads, n_keys, splits, kind = k.shape[1], k.shape[2], p.plan.splits, p.task.kind
     strides_v = p.strides[6:]
     stream = current_stream(k.device)
     scores = torch.empty(k.shape[:3], dtype=torch.float32, device=k.device)
+    tokens = torch.empty_like(scores) if kind == PULL else scores
     scratch = torch.empty(p.part_words + p.row_words, dtype=torch.float32, device=k.device)
     strides_out = v.stride()[:3] if out is None else out.stride()[:3]
+    norms = k.new_empty((k.shape[0], q.shape[1], n_keys), dtype=torch.float32) if metric is not None else None
+    tensors = (q, k, v, start, sink_logits, out, lse, metric, unit, norms, tokens)
     at: tuple[Any, ...]
-    if p.score.ready and (p.one_pass or p.merge.ready) and (not p.one_pass or not p.values or p.add_dominant.ready):
+    if p.last.ready:
         base = scratch.data_ptr()
-        at = (
-            *map(address, (q, k, v, start, sink_logits, out, lse, scores)),
-            base,
-            base + 4 * p.part_words,
-        )
+        at = (*map(address, tensors), base, base + 4 * p.part_words)
     else:
-        at = (q, k, v, start, sink_logits, out, lse, scores, scratch, scratch[p.part_words :])
-    p_q, p_k, p_v, p_start, p_sink, p_out, p_lse, p_scores, p_part, p_rows = at
+        at = (*tensors, scratch, scratch[p.part_words :])
+    p_q, p_k, p_v, p_start, p_sink, p_out, p_lse, p_metric, p_unit, p_norm, p_tokens, p_part, p_rows = at
+    a_programs = (splits * (p.rows // p.plan.attend.rows), p.groups, 1)
     if not p.one_pass:
         p_out, p_lse = p_v, p_rows
-        p.attend(
-            (splits * (p.rows // p.plan.attend.rows), p.groups, 1), stream,
-            p_q, p_k, p_v, p_part, p_start, *p.scalars, *p.strides, heads,
-        )  # fmt: skip
-        p.merge((p.rows, p.groups, 1), stream, p_v, p_part, p_sink, p_rows, splits, *strides_v, heads)
+        p.attend(a_programs, stream, p_q, p_k, p_v, p_part, p_start, *p.scalars, *p.strides, heads)
+        p.merge((p.rows, p.groups, 1), stream, p_v, p_part, p_sink, p_metric, p_rows, splits, *strides_v, heads)
+    if kind == PULL:
+        p.pull(a_programs, stream, p_q, p_k, p_v, p_rows, p_part, p_start, *p.scalars, *p.strides, heads)
+        width = p.rows * p.row_width
+        parts = scratch[: p.groups * splits * width].view(p.groups, splits, width)
+        torch.sum(parts, 1, out=scratch[p.part_words :].view(p.groups, -1)[:, :width])
+    if metric is not None:
+        blocks = (-(-n_keys // p.norm_keys), k.shape[0] * q.shape[1], 1)
+        p.norm(blocks, stream, p_v, p_metric, p_norm, n_keys, *strides_v, heads)
     p.score(
         (splits, p.groups, 1), stream,
-        p_q, p_k, p_v, p_v if p_out is None else p_out, p_lse, p_rows, p_scores, p_part, p_start,
+        p_q, p_k, p_v, p_v if p_out is None else p_out, p_lse, p_rows, p_tokens, p_part, p_start, p_norm, p_unit,
         *p.scalars, *p.strides, *strides_out, heads,
     )  # fmt: skip
-    if p.one_pass and p.values:
+    if p.rescues:
         p.dominant_cost((p.rows, p.groups, 1), stream, p_v, p_part, p_lse, p_sink, p_rows, splits, *strides_v, heads)
-        p.add_dominant((p.groups, 1, 1), stream, p_scores, p_rows, k.shape[2])
+        p.add_dominant((p.groups, 1, 1), stream, p_tokens, p_rows, n_keys)
+    if kind == PULL:
+        ends = (tokens, scores, start)
+        p.chunk_sum(
+            (-(-n_keys // CHUNK_BLOCK), p.groups, 1), stream,
+            *(map(address, ends) if p.last.ready else ends), n_keys, heads,
+        )  # fmt: skip
     return scores

@@ -22,11 +22,16 @@ def window_scores(
     lse: Tensor | None,
     quantity: str,
     reduce: str,
+    row_pool: str,
+    kernel_size: int,
+    chunk: int,
+    output_projection: Tensor | None,
 ) -> Tensor:
     """`decantkv.kernels.window_scores` as an op."""
     return launch_scores(
         q, k, v, scale, start=start, softcap=softcap, sink_logits=sink_logits, out=out, lse=lse,
-        quantity=quantity, reduce=reduce,
+        quantity=quantity, reduce=reduce, row_pool=row_pool, kernel_size=kernel_size, chunk=chunk,
+        output_projection=output_projection,
     )  # fmt: skip
 
 
@@ -43,6 +48,10 @@ def _(
     lse: Tensor | None,
     quantity: str,
     reduce: str,
+    row_pool: str,
+    kernel_size: int,
+    chunk: int,
+    output_projection: Tensor | None,
 ) -> Tensor:
     return k.new_empty(k.shape[:3], dtype=torch.float32)
 

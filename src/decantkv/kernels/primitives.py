@@ -48,5 +48,19 @@ def finite(x):
 
 @triton.jit
 def normal_or_zero(x):
-    """Costs below float32's smallest normal number are 0 in every implementation."""
-    return tl.where(x < _TINY, 0.0, x)
+    """Scores smaller than float32's smallest normal number are 0 in every implementation."""
+    return tl.where(tl.abs(x) < _TINY, 0.0, x)
+
+
+@triton.jit
+def weighted_sum(acc, b_v, e, PARTS: tl.constexpr, PRECISION: tl.constexpr):
+    """acc [BDV, BM] plus Σ over a tile's keys of their float32 weights e [BN, BM] times v [BN, BDV]."""
+    if PARTS == 2:
+        # bf16 weights as two parts: 16 bits of weight at the price of one more dot
+        e_hi = e.to(b_v.dtype)
+        acc += dot(tl.trans(b_v), e_hi, PRECISION)
+        acc += dot(tl.trans(b_v), (e - e_hi.to(tl.float32)).to(b_v.dtype), PRECISION)
+    else:
+        # float16 weights would lose a flat row's tail to underflow; tf32 holds float16 values exactly
+        acc += dot(tl.trans(b_v.to(tl.float32)), e, PRECISION)
+    return acc

@@ -1,6 +1,8 @@
 """Kernel B: one pass over the keys turns the rows' log-sum-exp and output into a score per key.
 
-Keys are the rows of both dots, so a score is a row sum. In one-pass mode the rows' output and log-sum-exp come from
+Keys are the rows of both dots, so a score is a row sum. Every quantity is this kernel with another last step.
+
+In one-pass mode the rows' output and log-sum-exp come from
 the model, and each row's dominant key (p over ½) is left out and paid for afterwards: while the tile is on the chip
 the kernel also sums every other key's weight and weighted value, which is what that key's cost is made of.
 """
@@ -14,7 +16,16 @@ from decantkv.kernels.primitives import dot, normal_or_zero, to_logits2
 
 PERTURBATION = 0  # DropKV's cost [p/(1−p)·‖a−v‖]²
 MASS = 1  # SnapKV's weight p
+ALIGNMENT = 2  # AnDPro's p·⟨v, a⟩/‖a‖
+PULL = 3  # AnDPro's p̃·⟨v, u⟩, u = Σ p̃ v as `pull` makes it
+OUTPUT_PERTURBATION = 4  # [p/(1−p)·‖(a−v)·W_O‖]²
+NO_POOL, MAX_POOL, AVG_POOL = 0, 1, 2  # of each row's weights, along the keys before the window
 _MASS = tl.constexpr(MASS)
+_ALIGNMENT = tl.constexpr(ALIGNMENT)
+_PULL = tl.constexpr(PULL)
+_OUTPUT = tl.constexpr(OUTPUT_PERTURBATION)
+_NO_POOL = tl.constexpr(NO_POOL)
+_MAX_POOL = tl.constexpr(MAX_POOL)
 _DOMINANT = tl.constexpr(0.518)  # one pass: at most one key a row weighs more, whatever the rounding
 
 
@@ -25,16 +36,88 @@ def weights(b_k, b_q, lse2, scale, cap2, CAPPED: tl.constexpr, PRECISION: tl.con
 
 
 @triton.jit
-def perturbations(p, b_v, a_hi, a_lo, a_norm, A_PARTS: tl.constexpr, PRECISION: tl.constexpr):
-    """[p/(1−p)·‖a−v‖]² [BN, BM], of use where p is no more than about 0.9: dominant keys are paid for apart."""
-    wide = b_v.to(tl.float32)
-    v_norm = tl.sum(wide * wide, 1)
+def pooled_weights(
+    n, p_k, start, n_keys, b_q, last_seen, lse2, scale, cap2, skn,
+    W: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr,
+    POOL: tl.constexpr, KERNEL: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """p [BN, BM] of the keys n, each row's pooled over KERNEL keys before the window; the window's as they are.
+
+    A neighbour's weight is computed anew for every key it is near: its tile is in L1 or L2, its row of p nowhere.
+    """
+    d = tl.arange(0, BD)
+    edge = n_keys - W
+    pooled = tl.zeros([BN, BM], tl.float32)
+    for o in range(0, KERNEL):
+        i = tl.where(n < edge, n + o - KERNEL // 2, n)  # a key of the window is its own neighbour
+        inside = (i >= start) & (i < tl.where(n < edge, edge, n_keys))
+        # [BN, BD]
+        p_i = p_k + i.to(tl.int64)[:, None] * skn + d[None, :]
+        b_k = tl.load(p_i, mask=inside[:, None] & (d < D)[None, :], other=0.0)
+        p = weights(b_k, b_q, lse2, scale, cap2, CAPPED, PRECISION)
+        p = tl.where(inside[:, None] & (i[:, None] <= last_seen[None, :]), p, 0.0)
+        pooled = tl.maximum(pooled, p) if POOL == _MAX_POOL else pooled + p
+    if POOL != _MAX_POOL:
+        pooled = pooled / KERNEL
+    return pooled
+
+
+@triton.jit
+def cross_products(b_v, a_hi, a_lo, A_PARTS: tl.constexpr, PRECISION: tl.constexpr):
+    """⟨v, a⟩ [BN, BM] for a in parts."""
     cross = dot(b_v, tl.trans(a_hi), PRECISION)
     if A_PARTS == 2:
         cross += dot(b_v, tl.trans(a_lo), PRECISION)
-    distance = tl.maximum(a_norm[None, :] + v_norm[:, None] - 2.0 * cross, 0.0)
+    return cross
+
+
+@triton.jit
+def perturbations(p, v_norm, cross, a_norm):
+    """[p/(1−p)·‖a−v‖]² [BN, BM], of use where p is no more than about 0.9: dominant keys are paid for apart."""
+    distance = tl.maximum(a_norm[None, :] + v_norm - 2.0 * cross, 0.0)
     odds = p / (1.0 - p)
     return odds * (odds * distance)  # this order neither overflows nor underflows before the result does
+
+
+@triton.jit
+def squared_norms(b_v):
+    """‖v‖² [BN, 1]."""
+    wide = b_v.to(tl.float32)
+    return tl.sum(wide * wide, 1)[:, None]
+
+
+@triton.jit
+def projected_norms(
+    n, m_n, i_tile, i_bh, p_norm, n_keys,
+    G: tl.constexpr, W: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """v·M·vᵀ [BN, BM] with M of each row's query head, as `weigh` made them."""
+    head = i_bh * G + tl.minimum((i_tile * BM + tl.arange(0, BM)) // W, G - 1)
+    p_head = p_norm + head.to(tl.int64)[None, :] * n_keys + n[:, None]
+    return tl.load(p_head, mask=m_n[:, None] & (head >= 0)[None, :], other=0.0)
+
+
+@triton.jit
+def costs(
+    n, p, b_v, m_n, i_tile, i_bh, p_norm, n_keys, last_seen, a_hi, a_lo, a_norm, top, top_cost,
+    G: tl.constexpr, W: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
+    QUANTITY: tl.constexpr, MAX: tl.constexpr, A_PARTS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What each row [BM] adds to each key's score [BN], from the weights p."""
+    if QUANTITY == _MASS:
+        return tl.minimum(p, 1.0)
+    elif QUANTITY == _ALIGNMENT or QUANTITY == _PULL:  # noqa: SIM109 - Triton knows no membership test
+        along = p * cross_products(b_v, a_hi, a_lo, A_PARTS, PRECISION)
+        if MAX:  # rows that fill up a tile must not win over negative ones
+            along = tl.where((last_seen >= 0)[None, :], along, float("-inf"))
+        return along
+    else:
+        if QUANTITY == _OUTPUT:
+            v_norm = projected_norms(n, m_n, i_tile, i_bh, p_norm, n_keys, G, W, BN, BM)
+        else:
+            v_norm = squared_norms(b_v)
+        cost = perturbations(p, v_norm, cross_products(b_v, a_hi, a_lo, A_PARTS, PRECISION), a_norm)
+        return tl.where(n[:, None] == top[None, :], top_cost[None, :], cost)
 
 
 @triton.jit
@@ -43,11 +126,13 @@ def load_rows(
     p_q, p_out, p_lse, p_rows,
     n_keys, sqb, sqh, sqw, sob, soh, sow,
     H, G: tl.constexpr, W: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    ROWS: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
+    ROWS: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, RW: tl.constexpr,
     QUANTITY: tl.constexpr, ONE_PASS: tl.constexpr, A_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """What a tile of rows brings: q, last key seen, lse2, the output in parts, ‖a‖², dominant key, its cost²."""
-    WIDTH: tl.constexpr = 0 if QUANTITY == _MASS else BDV
+    """What a tile of rows brings: q, last key seen, lse2, the output in parts, ‖a‖², dominant key, its cost².
+
+    The output is a/‖a‖ for ALIGNMENT, u for PULL; for OUTPUT_PERTURBATION it is a·M, and ‖a‖² is a·M·aᵀ.
+    """
     i_b = (i_bh // H).to(tl.int64)
     r = i_tile * BM + tl.arange(0, BM)
     d = tl.arange(0, BD)
@@ -58,13 +143,13 @@ def load_rows(
     p_qr = p_q + i_b * sqb + head * sqh + (r % W).to(tl.int64) * sqw
     b_q = tl.load(p_qr[:, None] + d[None, :], mask=m_row[:, None] & (d < D)[None, :], other=0.0)
     last_seen = tl.where(m_row, n_keys - W + r % W, -1)
-    p_rows += i_bh.to(tl.int64) * (ROWS * (WIDTH + 3))
+    p_rows += i_bh.to(tl.int64) * (ROWS * (RW + (4 if QUANTITY == _OUTPUT else 3)))
     if ONE_PASS:
         lse = tl.load(p_lse + i_bh.to(tl.int64) * (G * W) + r, mask=m_row, other=float("inf"))
         lse2 = lse.to(tl.float32) * 1.4426950408889634
         lse2 = tl.where(lse2 == float("-inf"), float("inf"), lse2)  # a row that sees no key has weights 0
     else:
-        lse2 = tl.load(p_rows + ROWS * WIDTH + r)
+        lse2 = tl.load(p_rows + ROWS * RW + r)
     a_hi, a_lo = b_q, b_q
     a_norm = tl.zeros([BM], tl.float32)
     top = tl.full([BM], -1, tl.int32)
@@ -77,31 +162,40 @@ def load_rows(
             a_lo = a_hi
         else:
             a = tl.load(p_rows + r[:, None] * BDV + dv[None, :])
+            if QUANTITY == _ALIGNMENT:
+                norm = tl.sqrt(tl.sum(a * a, 1))
+                a = a / tl.where(norm > 0, norm, 1.0)[:, None]
             a_hi = a.to(b_q.dtype)
             a_lo = (a - a_hi.to(tl.float32)).to(b_q.dtype)
-            top = tl.load(p_rows + ROWS * WIDTH + ROWS + r).to(tl.int32, bitcast=True)
-            top_cost = tl.load(p_rows + ROWS * WIDTH + 2 * ROWS + r)
-        used = a_hi.to(tl.float32)
-        if A_PARTS == 2:
-            used += a_lo.to(tl.float32)
-        a_norm = tl.sum(used * used, 1)
+            if QUANTITY != _ALIGNMENT and QUANTITY != _PULL:
+                top = tl.load(p_rows + ROWS * RW + ROWS + r).to(tl.int32, bitcast=True)
+                top_cost = tl.load(p_rows + ROWS * RW + 2 * ROWS + r)
+        if QUANTITY == _OUTPUT:
+            a_norm = tl.load(p_rows + ROWS * RW + 3 * ROWS + r)
+        else:
+            used = a_hi.to(tl.float32)
+            if A_PARTS == 2:
+                used += a_lo.to(tl.float32)
+            a_norm = tl.sum(used * used, 1)
     return b_q, last_seen, lse2, a_hi, a_lo, a_norm, top, top_cost
 
 
 @triton.jit
 def score_split(
     i_split, i_bh,
-    p_q, p_k, p_v, p_out, p_lse, p_rows, p_score, p_part, p_start,
+    p_q, p_k, p_v, p_out, p_lse, p_rows, p_score, p_part, p_start, p_norm, p_unit,
     n_keys, keys_per_split, n_splits, scale, cap2,
     sqb, sqh, sqw, skb, skh, skn, svb, svh, svn, sob, soh, sow,
     H, G: tl.constexpr, W: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     ROWS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
-    PADDED: tl.constexpr, CAPPED: tl.constexpr, QUANTITY: tl.constexpr, MAX: tl.constexpr,
-    ONE_PASS: tl.constexpr, A_PARTS: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
+    RW: tl.constexpr, PADDED: tl.constexpr, CAPPED: tl.constexpr, QUANTITY: tl.constexpr,
+    MAX: tl.constexpr, POOL: tl.constexpr, KERNEL: tl.constexpr, ONE_PASS: tl.constexpr, A_PARTS: tl.constexpr,
+    PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Scores of one split, last tile first: kernel A has just left the ends of its splits in L2."""
     SINGLE: tl.constexpr = ROWS == BM
     RESCUE: tl.constexpr = ONE_PASS and QUANTITY != _MASS
+    SIGNED: tl.constexpr = (QUANTITY == _ALIGNMENT) | (QUANTITY == _PULL)
     i_b = (i_bh // H).to(tl.int64)
     i_h = i_bh % H
     j = tl.arange(0, BN)
@@ -120,7 +214,7 @@ def score_split(
     if SINGLE:
         b_q, last_seen, lse2, a_hi, a_lo, a_norm, top, top_cost = load_rows(
             0, i_bh, p_q, p_out, p_lse, p_rows, n_keys, sqb, sqh, sqw, sob, soh, sow,
-            H, G, W, D, DV, ROWS, BM, BD, BDV, QUANTITY, ONE_PASS, A_PARTS,
+            H, G, W, D, DV, ROWS, BM, BD, BDV, RW, QUANTITY, ONE_PASS, A_PARTS,
         )  # fmt: skip
     if RESCUE:
         acc = tl.zeros([BDV, BM], tl.float32)
@@ -134,19 +228,27 @@ def score_split(
         m_n = n < hi
         m_real = m_n & (n >= start)
         # [BN, BD], [BN, BDV]
-        b_k = tl.load(p_k + n0.to(tl.int64) * skn + o_k, mask=m_n[:, None] & (d < D)[None, :], other=0.0)
+        b_k = o_k
+        if POOL == _NO_POOL:
+            b_k = tl.load(p_k + n0.to(tl.int64) * skn + o_k, mask=m_n[:, None] & (d < D)[None, :], other=0.0)
         b_v = b_k
         if QUANTITY != _MASS:
             b_v = tl.load(p_v + n0.to(tl.int64) * svn + o_v, mask=m_n[:, None] & (dv < DV)[None, :], other=0.0)
         if SINGLE:
-            p = weights(b_k, b_q, lse2, scale, cap2, CAPPED, PRECISION)
-            p = tl.where((n[:, None] <= last_seen[None, :]) & m_real[:, None], p, 0.0)
-            if QUANTITY == _MASS:
-                cost = tl.minimum(p, 1.0)
-            elif ONE_PASS:
+            if POOL == _NO_POOL:
+                p = weights(b_k, b_q, lse2, scale, cap2, CAPPED, PRECISION)
+                p = tl.where((n[:, None] <= last_seen[None, :]) & m_real[:, None], p, 0.0)
+            else:
+                p = pooled_weights(
+                    n, p_k, start, n_keys, b_q, last_seen, lse2, scale, cap2, skn,
+                    W, D, BN, BM, BD, POOL, KERNEL, CAPPED, PRECISION,
+                )  # fmt: skip
+                p = tl.where(m_real[:, None], p, 0.0)
+            if RESCUE:
                 hot = tl.where(p > _DOMINANT, n[:, None], hot)
                 p = tl.where(p > _DOMINANT, 0.0, p)
-                cost = perturbations(p, b_v, a_hi, a_lo, a_norm, A_PARTS, PRECISION)
+                cross = cross_products(b_v, a_hi, a_lo, A_PARTS, PRECISION)
+                cost = perturbations(p, squared_norms(b_v), cross, a_norm)
                 if PARTS == 2:
                     b_p = p.to(b_v.dtype)
                     acc += dot(tl.trans(b_v), b_p, PRECISION)
@@ -155,29 +257,39 @@ def score_split(
                     acc += dot(tl.trans(b_v.to(tl.float32)), p, PRECISION)
                     mass += p
             else:
-                cost = perturbations(p, b_v, a_hi, a_lo, a_norm, A_PARTS, PRECISION)
-                cost = tl.where(n[:, None] == top[None, :], top_cost[None, :], cost)
+                cost = costs(
+                    n, p, b_v, m_n, 0, i_bh, p_norm, n_keys, last_seen, a_hi, a_lo, a_norm, top, top_cost,
+                    G, W, BN, BM, QUANTITY, MAX, A_PARTS, PRECISION,
+                )  # fmt: skip
             total = tl.max(cost, 1) if MAX else tl.sum(cost, 1)
         else:
-            total = tl.zeros([BN], tl.float32)
+            total = tl.full([BN], float("-inf") if MAX and SIGNED else 0.0, tl.float32)
             for i_tile in range(0, ROWS // BM):
                 q_t, last_t, lse2_t, hi_t, lo_t, norm_t, top_t, top_cost_t = load_rows(
                     i_tile, i_bh, p_q, p_out, p_lse, p_rows, n_keys, sqb, sqh, sqw, sob, soh, sow,
-                    H, G, W, D, DV, ROWS, BM, BD, BDV, QUANTITY, ONE_PASS, A_PARTS,
+                    H, G, W, D, DV, ROWS, BM, BD, BDV, RW, QUANTITY, ONE_PASS, A_PARTS,
                 )  # fmt: skip
-                p = weights(b_k, q_t, lse2_t, scale, cap2, CAPPED, PRECISION)
-                p = tl.where((n[:, None] <= last_t[None, :]) & m_real[:, None], p, 0.0)
-                if QUANTITY == _MASS:
-                    cost = tl.minimum(p, 1.0)
+                if POOL == _NO_POOL:
+                    p = weights(b_k, q_t, lse2_t, scale, cap2, CAPPED, PRECISION)
+                    p = tl.where((n[:, None] <= last_t[None, :]) & m_real[:, None], p, 0.0)
                 else:
-                    cost = perturbations(p, b_v, hi_t, lo_t, norm_t, A_PARTS, PRECISION)
-                    cost = tl.where(n[:, None] == top_t[None, :], top_cost_t[None, :], cost)
+                    p = pooled_weights(
+                        n, p_k, start, n_keys, q_t, last_t, lse2_t, scale, cap2, skn,
+                        W, D, BN, BM, BD, POOL, KERNEL, CAPPED, PRECISION,
+                    )  # fmt: skip
+                    p = tl.where(m_real[:, None], p, 0.0)
+                cost = costs(
+                    n, p, b_v, m_n, i_tile, i_bh, p_norm, n_keys, last_t, hi_t, lo_t, norm_t, top_t, top_cost_t,
+                    G, W, BN, BM, QUANTITY, MAX, A_PARTS, PRECISION,
+                )  # fmt: skip
                 if MAX:
                     total = tl.maximum(total, tl.max(cost, 1))
                 else:
                     total += tl.sum(cost, 1)
         if not MAX:
             total = total / G
+        if QUANTITY == _OUTPUT:
+            total *= tl.load(p_unit + i_h)  # what M is held relative to
         tl.store(p_score + n, normal_or_zero(total), mask=m_n)
 
     if RESCUE:
@@ -190,21 +302,23 @@ def score_split(
 
 @triton.jit(do_not_specialize=["n_keys", "keys_per_split", "n_splits", "H"])
 def score_kernel(
-    p_q, p_k, p_v, p_out, p_lse, p_rows, p_score, p_part, p_start,
+    p_q, p_k, p_v, p_out, p_lse, p_rows, p_score, p_part, p_start, p_norm, p_unit,
     n_keys, keys_per_split, n_splits, scale, cap2,
     sqb, sqh, sqw, skb, skh, skn, svb, svh, svn, sob, soh, sow,
     H, G: tl.constexpr, W: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     ROWS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
-    PADDED: tl.constexpr, CAPPED: tl.constexpr, QUANTITY: tl.constexpr, MAX: tl.constexpr,
-    ONE_PASS: tl.constexpr, A_PARTS: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
+    RW: tl.constexpr, PADDED: tl.constexpr, CAPPED: tl.constexpr, QUANTITY: tl.constexpr,
+    MAX: tl.constexpr, POOL: tl.constexpr, KERNEL: tl.constexpr, ONE_PASS: tl.constexpr, A_PARTS: tl.constexpr,
+    PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid (splits, B·H). Every score [B·H, N] is written, pads and unseen keys as 0."""
     score_split(
         tl.program_id(0), tl.program_id(1),
-        p_q, p_k, p_v, p_out, p_lse, p_rows, p_score, p_part, p_start,
+        p_q, p_k, p_v, p_out, p_lse, p_rows, p_score, p_part, p_start, p_norm, p_unit,
         n_keys, keys_per_split, n_splits, scale, cap2,
         sqb, sqh, sqw, skb, skh, skn, svb, svh, svn, sob, soh, sow,
-        H, G, W, D, DV, ROWS, BM, BN, BD, BDV, PADDED, CAPPED, QUANTITY, MAX, ONE_PASS, A_PARTS, PARTS, PRECISION,
+        H, G, W, D, DV, ROWS, BM, BN, BD, BDV, RW, PADDED, CAPPED, QUANTITY, MAX, POOL, KERNEL,
+        ONE_PASS, A_PARTS, PARTS, PRECISION,
     )  # fmt: skip
 
 

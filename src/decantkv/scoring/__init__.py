@@ -30,7 +30,7 @@ def compute(
         impl: "reference", "torch" or "triton"; "auto" takes triton on CUDA where its kernels cover the input, else
             torch.
         reduce: over a KV head's rows: "sum" (sum over the window, mean over the group) or "max" (over both).
-        options: the quantity's own, as `reference` documents them; the Triton kernels know none.
+        options: the quantity's own, as `reference` documents them.
 
     Returns:
         [B, H, N] float32; magnitudes below float32's smallest normal number are 0.
@@ -58,11 +58,11 @@ def _choose(quantity: Quantity, win: AttentionWindow, reduce: Reduce, options: d
 def _triton_unsupported(
     quantity: Quantity, win: AttentionWindow, reduce: Reduce, options: dict[str, Any]
 ) -> str | None:
-    if quantity not in ("perturbation", "attention_mass") or options:
-        return f"the kernels compute no {quantity} with {options}" if options else f"the kernels compute no {quantity}"
     if not _installed("triton"):
         return "the package triton is not installed (pip install decantkv[triton])"
-    reason: str | None = _module("triton").unsupported(win, quantity=quantity, reduce=reduce)
+    reason: str | None = _module("triton").unsupported(
+        win, quantity=quantity, reduce=reduce, weigh=options.get("weigh", "value")
+    )
     return reason
 
 

@@ -145,9 +145,9 @@ def project(x: Tensor, win: AttentionWindow) -> Tensor:
 
 def pool_rows(p: Tensor, win: AttentionWindow, row_pool: str, kernel_size: int) -> Tensor:
     """Pool [B, H, g, w, N] along the keys before the window, zeros beyond the edges; the window's keys as they are."""
-    if row_pool == "none" or kernel_size == 1:
-        return p
     stop = win.kv_len - win.window
+    if row_pool == "none" or kernel_size == 1 or stop == 0:
+        return p
     head = torch.nn.functional.pad(p[..., :stop], (kernel_size // 2, kernel_size // 2))
     near = head.unfold(-1, kernel_size, 1)  # [B, H, g, w, stop, kernel]
     return torch.cat([near.amax(-1) if row_pool == "max" else near.mean(-1), p[..., stop:]], dim=-1)

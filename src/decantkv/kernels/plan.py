@@ -1,0 +1,53 @@
+"""What a launch is cut by: the device behind the tensors, blocks and splits."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+from decantkv.kernels.blocks import Blocks, Device, attend_blocks, padded_rows, score_blocks, split_keys
+from decantkv.kernels.primitives import INTERPRETED
+
+
+class Plan(NamedTuple):
+    """Blocks of kernels A and B, and the keys a split takes; tests and the benchmark replace it."""
+
+    attend: Blocks
+    score: Blocks
+    keys_per_split: int
+    splits: int
+
+
+@functools.cache
+def device_of(device: torch.device) -> Device:
+    """The device class behind a torch device; the interpreter stands for a small one."""
+    if INTERPRETED or device.type != "cuda":
+        return Device("cpu", 2, 1 << 20)
+    properties = torch.cuda.get_device_properties(device)
+    shared = getattr(properties, "shared_memory_per_block_optin", 65536)
+    if torch.version.hip:
+        return Device("hip", properties.multi_processor_count, shared)
+    return Device("cuda", properties.multi_processor_count, shared, warpgroups=properties.major == 9)
+
+
+@functools.lru_cache(maxsize=1024)
+def plan(
+    rows: int, dim: int, v_dim: int, dtype: torch.dtype, n_keys: int, groups: int, device: Device, *,
+    one_pass: bool = False, more: bool = False,
+) -> Plan:  # fmt: skip
+    """Blocks and splits for `rows` = g·w rows, `groups` = B·H; `more` as in `score_blocks`."""
+    bf16 = dtype == torch.bfloat16
+    a = attend_blocks(rows, dim, v_dim, dtype.itemsize, device, bf16=bf16)
+    b = score_blocks(rows, dim, v_dim, dtype.itemsize, device, bf16=bf16, one_pass=one_pass, more=more)
+    tiles = padded_rows(rows, a.rows) // a.rows
+    keys, splits = split_keys(n_keys, groups * tiles, max(a.keys, b.keys), device)
+    return Plan(a, b, keys, splits)
+
+
+def precision_of(dtype: torch.dtype, device: Device) -> str:
+    """How a dot treats float32 operands: full precision from three tf32 products where the device has them."""
+    if device.backend != "cuda":
+        return "ieee"
+    return "tf32x3" if dtype == torch.float32 else "tf32"  # float16 widened beside weights: tf32 holds it exactly
