@@ -2,58 +2,185 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
+from transformers import DynamicCache
 
 import decantkv
 from decantkv.bench import generation
 from decantkv.bench.cap_cost import answer_loss
+from decantkv.bench.cases import run
+from decantkv.cache import cache_argument
 from decantkv.cli import main
+from decantkv.methods import METHODS
 from tests import tiny
 
+TINY = ["--geometries", "tiny"]
+WHERE = {"device": "here", "geometry": "small"}
 
-def test_decode_rows_for_every_contender_that_runs_here():
-    rows = list(generation.decode(tiny.llama(), batch=2, kept=40, names=("dynamic", "ours", "ours eager"), new=12))
-    assert [row["contender"] for row in rows] == ["dynamic", "ours", "ours eager"]
+
+def made(cases):
+    """The rows of cases, measured now."""
+    return [row for row, _ in run(cases, WHERE)]
+
+
+def command(capsys, path, *arguments):
+    """What a command printed, and the rows in its file."""
+    with pytest.raises(SystemExit) as stop:
+        main(["generation", *arguments, *TINY, "--out", str(path)])
+    assert stop.value.code == 0
+    return capsys.readouterr().out.splitlines(), [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_the_decode_command(capsys, tmp_path):
+    said, rows = command(capsys, tmp_path / "rows.jsonl", "decode", "--batches", "1,2", "--kept", "40", "--new", "12")
+    assert [json.loads(line) for line in said] == rows
+    assert [(row["contender"], row["batch"]) for row in rows] == [
+        (name, batch) for name in generation.CONTENDERS for batch in (1, 2)
+    ]
     for row in rows:
         assert 0 < row["ms_a_token"]["p20"] <= row["ms_a_token"]["p50"] <= row["ms_a_token"]["p80"]
-    assert rows[1]["graphed"] == 0, "no GPU here"
+        assert (row["geometry"], row["device"]) == ("tiny", "cpu")
+        assert row["versions"]["torch"]
+        assert row.get("graphed", 0) == 0, "no GPU here"
+        assert not row.get("compiled"), "transformers compiles on GPUs alone"
 
 
-def test_prefill_rows_say_how_often_chunks_were_evicted():
-    capped = {"prefill_chunk": 24, "max_kv_tokens": 40}
-    rows = list(generation.bounded(tiny.llama(), length=150, settings=[None, {}, capped], budget=0.2))
-    assert [row.get("rounds") for row in rows] == [None, 0, 18]
+def test_the_throughput_command(capsys, tmp_path):
+    _, rows = command(
+        capsys, tmp_path / "rows.jsonl", "throughput", "--lengths", "80,120", "--batches", "1,3", "--budget", "0.2",
+        "--impls", "torch,reference", "--new", "11",
+    )  # fmt: skip
+    expected = [
+        (length, name, impl, batch)
+        for length in (80, 120)
+        for name, impl in (("dynamic", None), ("static compiled", None), ("ours", "torch"), ("ours", "reference"))
+        for batch in (1, 3)
+    ]
+    assert [(row["kv_len"], row["contender"], row["impl"], row["batch"]) for row in rows] == expected
+    for row in rows:
+        assert row["tokens_a_second"] > row["tokens_a_second_with_prompts"] > 0
+        assert row["prompt_s"] > 0
 
 
-def test_throughput_rows_until_memory_ends(monkeypatch):
-    clocked, seen = generation.clocked, []
+def test_the_latency_command_for_every_method(capsys, tmp_path):
+    _, rows = command(
+        capsys,
+        tmp_path / "rows.jsonl",
+        "latency",
+        "--length",
+        "80",
+        "--batches",
+        "1,2",
+        "--budget",
+        "0.4",
+        "--new",
+        "3",
+    )
+    methods = ["none", "none, static compiled", *METHODS]
+    assert [(row["method"], row["batch"]) for row in rows] == [(m, b) for m in methods for b in (1, 2)]
+    assert all(0 < row["first_token_s"] <= row["whole_s"] for row in rows)
+
+
+def test_the_prefill_command(capsys, tmp_path):
+    _, rows = command(
+        capsys,
+        tmp_path / "rows.jsonl",
+        "prefill",
+        "--lengths",
+        "150",
+        "--chunk",
+        "24",
+        "--cap",
+        "40",
+        "--budget",
+        "0.2",
+    )
+    assert [row["bounds"] for row in rows] == [
+        None, {}, {"prefill_chunk": 24}, {"prefill_chunk": 24, "max_kv_tokens": 40}
+    ]  # fmt: skip
+    assert [row.get("rounds") for row in rows] == [None, 0, 0, 12], "two layers, from the second of seven chunks on"
+
+
+def test_a_command_goes_on_where_it_was_cut_short(capsys, tmp_path, monkeypatch):
+    path, arguments = tmp_path / "rows.jsonl", ["latency", "--length", "60", "--batches", "1,2", "--methods",
+                                                "dropkv", "--budget", "0.4", "--new", "3"]  # fmt: skip
+    _, rows = command(capsys, path, *arguments)
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:4]) + lines[4][:30])
+    _, again = command(capsys, path, *arguments)
+    assert again[:4] == rows[:4]
+    assert [row["batch"] for row in again] == [row["batch"] for row in rows]
+    monkeypatch.setattr(generation, "build", pytest.fail)  # nothing is left to measure, so no model is needed
+    said, third = command(capsys, path, *arguments)
+    assert third == again
+    assert len(said) == 6
+    assert all(line.startswith("there already: latency") for line in said)
+
+
+@pytest.mark.parametrize("error", [
+    torch.cuda.OutOfMemoryError("CUDA out of memory"), RuntimeError("backend='inductor' raised: CUDA out of memory."),
+], ids=["plain", "wrapped"])  # fmt: skip
+def test_the_batch_at_which_memory_ends_is_a_row(tmp_path, monkeypatch, error):
+    clocked = generation.clocked
 
     def small(model, ids, new, **options):
-        cache = next(iter(options.values()))
-        seen.append((type(cache).__name__, cache.layers[0].keys.shape[-2] if ids.shape[0] == 1 else 0))
-        if ids.shape[0] > 4:
-            raise torch.cuda.OutOfMemoryError("no more")
+        if ids.shape[0] > 2:
+            raise error
         return clocked(model, ids, new, **options)
 
     monkeypatch.setattr(generation, "clocked", small)
-    rows = list(generation.throughput(tiny.llama(), length=60, budget=0.2, batches=[1, 4, 8, 16], new=11))
-    assert [(row["contender"], row["batch"]) for row in rows] == [
-        (k, b) for k in ("dynamic", "ours") for b in (1, 4, 8)
-    ]
-    assert [row.get("left_out") for row in rows] == [None, None, "memory"] * 2
-    assert seen[0] == ("DynamicCache", 60)
-    assert seen[3] == ("EvictingCache", 2 * 12)
+    model, out = tiny.llama(), tmp_path / "rows.jsonl"
+    options = {"length": 60, "batches": [1, 2, 4, 8], "methods": ["dropkv", "knorm"], "budget": 0.4, "new": 3}
+    rows = [row for row, _ in run(generation.latency(lambda: model, **options), WHERE, out)]
+    methods = ["none", "none, static compiled", "dropkv", "knorm"]
+    assert [(row["method"], row["batch"]) for row in rows] == [(m, b) for m in methods for b in (1, 2, 4)]
+    assert [row.get("left_out") for row in rows] == [None, None, "memory"] * 4
+    again = list(run(generation.latency(lambda: model, **options), WHERE, out))
+    assert [row for row, _ in again] == rows
+    assert not any(new for _, new in again), "nor is the batch beyond the row tried"
+    other = list(run(generation.latency(lambda: model, **options), {**WHERE, "device": "elsewhere"}, out))
+    assert all(new for _, new in other)
 
 
-def test_latency_rows():
-    rows = list(
-        generation.latency(tiny.llama(), length=60, batches=[1, 2], methods=["dropkv", "knorm"], budget=0.2, new=4)
-    )
-    assert [(row["method"], row["batch"]) for row in rows] == [
-        (m, b) for m in ("none", "dropkv", "knorm") for b in (1, 2)
-    ]
-    assert all(0 < row["first_token_s"] <= row["whole_s"] for row in rows)
+def test_other_errors_are_no_rows(monkeypatch):
+    def fail(*_, **__):
+        raise RuntimeError("illegal memory access")
+
+    monkeypatch.setattr(generation, "clocked", fail)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        made(generation.decode(tiny.llama, batches=[1], kept=20, names=["dynamic"]))
+
+
+def test_every_row_of_a_throughput_case_holds_the_evicted_prompt(monkeypatch):
+    clocked, seen = generation.clocked, []
+
+    def watched(model, ids, new, **options):
+        (cache,) = options.values()
+        seen.append((type(cache).__name__, tuple(cache.layers[0].keys.shape[:3]), ids.shape[0]))
+        return clocked(model, ids, new, **options)
+
+    monkeypatch.setattr(generation, "clocked", watched)
+    model = tiny.llama()
+    made(generation.throughput(lambda: model, lengths=[60], budget=0.2, batches=[4], new=11))
+    assert seen[:2] == [("DynamicCache", (4, 2, 60), 4), ("StaticCache", (4, 2, 72), 4)]
+    assert seen[2] == ("EvictingCache", (4 * 2 * 12, 8), 4), "flat lanes"
+
+
+def test_a_static_cache_that_was_filled_says_what_a_dynamic_one_says():
+    model, ids = tiny.llama(), tiny.prompt(60)
+    rows = torch.cat([ids, ids[:, :1]], 1).expand(3, -1)
+    answers = []
+    for static in (False, True):
+        _, cache = generation._read(model, ids, DynamicCache(config=model.config))
+        if static:
+            cache = generation._static(model, cache, 3, 70)
+        else:
+            cache.batch_repeat_interleave(3)
+        answers.append(model.generate(rows, max_new_tokens=10, **{cache_argument(model): cache}, **tiny.GREEDY))
+    assert torch.equal(*answers)
 
 
 @pytest.mark.parametrize("chunk", [20, 200])

@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
+import copy
 import functools
-import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import DynamicCache, StaticCache
 
+from decantkv.bench.cases import Case, collect
 from decantkv.bench.prefill import MODELS, random_model
-from decantkv.bench.rows import Row, circumstances
-from decantkv.cache import EvictingCache, cache_argument
+from decantkv.bench.rows import Row
+from decantkv.cache import cache_argument
 from decantkv.integration import Run, attach
+from decantkv.methods import METHODS
+from decantkv.options import Impl
 
 CONTENDERS = ("dynamic", "static compiled", "ours", "ours eager")
 WARM = 8  # tokens that are not timed: compiling, recording and checking graphs
 
+Model = Callable[[], PreTrainedModel]  # built when the first case needs it
 
-def build(geometry: str) -> PreTrainedModel:
-    """A model of that shape with random bf16 weights on the GPU.
+
+def build(geometry: str, device: str = "cuda") -> PreTrainedModel:
+    """A model of that shape with random bf16 weights.
 
     Raises:
         ValueError: an unknown geometry.
@@ -33,7 +38,7 @@ def build(geometry: str) -> PreTrainedModel:
     if geometry not in MODELS:
         raise ValueError(f"geometry: expected one of {', '.join(MODELS)}, got {geometry!r}")
     make, config = MODELS[geometry]
-    return random_model(make, config())
+    return random_model(make, config(), device)
 
 
 def prompts(model: PreTrainedModel, batch: int, length: int) -> Tensor:
@@ -71,6 +76,21 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+@contextmanager
+def compiled_anew(model: PreTrainedModel) -> Iterator[None]:
+    """`generate` compiles for this case alone: earlier shapes would make it a dynamic or an uncompiled one."""
+    _forget_compiled(model)
+    try:
+        yield
+    finally:
+        _forget_compiled(model)
+
+
+def _forget_compiled(model: PreTrainedModel) -> None:
+    if vars(model).pop("_compiled_call", None) is not None:  # elsewhere than on GPUs generate compiles nothing
+        torch._dynamo.reset()
+
+
 def contender(
     model: PreTrainedModel, name: str, budget: float | int, **options: Any
 ) -> tuple[AbstractContextManager[Any], dict[str, Any]]:
@@ -81,8 +101,8 @@ def contender(
     """
     if name == "dynamic":
         return nullcontext(), {}
-    if name == "static compiled":
-        return nullcontext(), {"cache_implementation": "static"}
+    if name == "static compiled":  # compiled by generate itself, on CUDA
+        return compiled_anew(model), {"cache_implementation": "static"}
     if name not in CONTENDERS:
         raise ValueError(f"contenders: expected some of {', '.join(CONTENDERS)}, got {name!r}")
     run = ours(model, budget, **options)
@@ -96,121 +116,175 @@ def ours(model: PreTrainedModel, budget: float | int, *, method: str = "dropkv",
     return attach(model, method, budget=budget, **{"decode": "own", **options})
 
 
+def how(model: PreTrainedModel, run: Any) -> Row:
+    """Whether steps were compiled by transformers or replayed by us."""
+    if not isinstance(run, Run):
+        return {"compiled": "_compiled_call" in vars(model)}
+    report = run.report()
+    return {"graphed": report.graphed, "checked": run.trust.checked, "without_graph": report.without_graph}
+
+
 def decode(
-    model: PreTrainedModel, *, batch: int, kept: int, names: Sequence[str] = CONTENDERS, new: int = 64
-) -> Iterator[Row]:
+    model: Model, *, batches: Sequence[int], kept: int, names: Sequence[str] = CONTENDERS, new: int = 64
+) -> Iterator[Case]:
     """Milliseconds a token with `kept` tokens a head stored, as a user of `generate` sees them.
 
     The prompt is as long as what is kept, and all of it is kept: a decoding step does not know what was dropped.
     """
-    ids = prompts(model, batch, kept)
-    for name in names:
-        base = {"step": "decode", "contender": name, "batch": batch, "kept": kept, "new": new}
-        context, options = contender(model, name, 1.0)
+
+    def measure(name: str, batch: int) -> Row:
+        context, options = contender(model(), name, 1.0)
         with context as run:
-            made = attempt(functools.partial(clocked, model, ids, new, **options))
-        if made is None:
-            yield {**base, "left_out": "memory"}
-            continue
-        row = {**base, "ms_a_token": quantiles(made[1][WARM:]), "warm_seconds": round(sum(made[1][:WARM]), 3)}
-        if isinstance(run, Run):
-            row |= {"graphed": run.trust.replayed, "checked": run.trust.checked, "without_graph": run.trust.broken}
-        yield row
+            _, steps = clocked(model(), prompts(model(), batch, kept), new, **options)
+            made = how(model(), run)
+        return {"ms_a_token": quantiles(steps[WARM:]), "warm_seconds": round(sum(steps[:WARM]), 3), **made}
+
+    for name in names:
+        for batch in batches:
+            about = {"step": "decode", "contender": name, "kept": kept, "new": new, "batch": batch}
+            yield Case(about, functools.partial(measure, name, batch))
 
 
 def bounded(
-    model: PreTrainedModel, *, length: int, settings: Sequence[dict[str, Any] | None], budget: float | int
-) -> Iterator[Row]:
+    model: Model, *, lengths: Sequence[int], settings: Sequence[dict[str, Any] | None], budget: float | int
+) -> Iterator[Case]:
     """Seconds to the first token and peak bytes beyond the weights; None among the settings is the dynamic cache."""
-    ids = prompts(model, 1, length)
-    for options in settings:
-        base = {"step": "prefill", "kv_len": length, "budget": budget, "bounds": options}
-        context: AbstractContextManager[Any] = nullcontext() if options is None else ours(model, budget, **options)
-        collect(model.device)
-        held = allocated(model.device)
+
+    def measure(length: int, options: dict[str, Any] | None) -> Row:
+        llama = model()
+        context: AbstractContextManager[Any] = nullcontext() if options is None else ours(llama, budget, **options)
         with context as run:
-            made = attempt(lambda: clocked(model, ids, 2))
-        if made is None:
-            yield {**base, "left_out": "memory"}
-            continue
-        row = {**base, "first_token_s": round(made[0], 3), "peak_bytes": peak(model.device) - held}
-        yield row if run is None else {**row, "rounds": run.report().rounds}
+            warm(llama, prompts(llama, 1, length))
+            collect(llama.device)
+            held = allocated(llama.device)
+            first, _ = clocked(llama, prompts(llama, 1, length), 2)
+        row = {"first_token_s": round(first, 3), "peak_bytes": peak(llama.device) - held}
+        return row if run is None else {**row, "rounds": run.report().rounds}
+
+    for length in lengths:
+        for options in settings:
+            about = {"step": "prefill", "kv_len": length, "budget": budget, "bounds": options}
+            yield Case(about, functools.partial(measure, length, options))
+
+
+@torch.no_grad()
+def warm(model: PreTrainedModel, ids: Tensor) -> None:
+    """Compile what these shapes need by a forward through the first layer alone, where the model has a list of them."""
+    decoder = model.get_decoder()
+    layers = decoder.layers
+    decoder.layers = layers[:1]
+    try:
+        model(ids, use_cache=True, logits_to_keep=1)
+    finally:
+        decoder.layers = layers
+    wait(ids.device)
 
 
 def throughput(
-    model: PreTrainedModel, *, length: int, budget: float, batches: Sequence[int], new: int = 32, impl: Any = "auto"
-) -> Iterator[Row]:
+    model: Model, *, lengths: Sequence[int], budget: float, batches: Sequence[int], impls: Sequence[Impl] = ("auto",),
+    new: int = 32, names: Sequence[str] = ("dynamic", "static compiled", "ours"),
+) -> Iterator[Case]:  # fmt: skip
     """Tokens a second by batch, full cache and kept, until each runs out of memory.
 
     One prompt is read and its cache repeated for every row: a step's time and memory do not depend on the content,
-    and reading prompts does not limit the batch.
+    and reading prompts does not limit the batch. `tokens_a_second_with_prompts` counts the time of reading one prompt
+    for every row, by arithmetic.
     """
-    ids, name = prompts(model, 1, length), cache_argument(model)
-    for kind in ("dynamic", "ours"):
-        context, _ = contender(model, kind, budget, impl=impl) if kind == "ours" else (nullcontext(), {})
+    read: dict[tuple[Any, ...], tuple[float, Any]] = {}  # evicted caches are small and serve every batch
+
+    def measure(name: str, impl: Impl | None, length: int, batch: int) -> Row:
+        llama = model()
+        ids = prompts(llama, 1, length)
+        context, _ = contender(llama, name, budget, **({} if impl is None else {"impl": impl}))
         with context as run:
-            for batch in batches:
-                base = {"step": "throughput", "contender": kind, "kv_len": length, "budget": budget, "batch": batch}
-
-                def once(batch: int = batch, run: Run | None = run) -> tuple[list[float], int]:
-                    cache = DynamicCache(config=model.config) if run is None else run.new_cache()
-                    with torch.no_grad():
-                        model(ids, **{name: cache}, logits_to_keep=1)
+            if isinstance(run, Run):
+                if (impl, length) not in read:
+                    read.clear()
+                    warm(llama, ids)
+                    read[impl, length] = _read(llama, ids, run.new_cache())
+                seconds, one = read[impl, length]
+                cache = copy.deepcopy(one)
+                cache.batch_repeat_interleave(batch)
+            else:
+                seconds, cache = _read(llama, ids, DynamicCache(config=llama.config))
+                cache = _static(llama, cache, batch, length + new) if name == "static compiled" else cache
+                if name == "dynamic":
                     cache.batch_repeat_interleave(batch)
-                    held = allocated(model.device)
-                    rows = torch.cat([ids, ids[:, :1]], 1).expand(batch, -1)
-                    return clocked(model, rows, new, **{name: cache})[1], held
+            collect(llama.device)
+            held = allocated(llama.device)
+            rows = torch.cat([ids, ids[:, :1]], 1).expand(batch, -1)
+            _, steps = clocked(llama, rows, new, **{cache_argument(llama): cache})
+            made = how(llama, run)
+        step = statistics.median(steps[WARM:])
+        return {
+            "ms_a_token": quantiles(steps[WARM:]), "tokens_a_second": round(batch / step, 1),
+            "prompt_s": round(seconds, 4), "allocated_bytes": held, "peak_bytes": peak(llama.device),
+            "tokens_a_second_with_prompts": round(new * batch / (batch * seconds + new * step), 2), **made,
+        }  # fmt: skip
 
-                made = attempt(once)
-                if made is None:
-                    yield {**base, "left_out": "memory"}
-                    break
-                step = statistics.median(made[0][WARM:])
-                yield {**base, "ms_a_token": quantiles(made[0][WARM:]), "tokens_a_second": round(batch / step, 1),
-                       "allocated_bytes": made[1]}  # fmt: skip
+    for length in lengths:
+        for name in names:
+            for impl in impls if name == "ours" else (None,):
+                for batch in batches:
+                    about = {"step": "throughput", "contender": name, "impl": impl, "kv_len": length,
+                             "budget": None if impl is None else budget, "new": new, "batch": batch}  # fmt: skip
+                    yield Case(about, functools.partial(measure, name, impl, length, batch))
+
+
+@torch.no_grad()
+def _read(model: PreTrainedModel, ids: Tensor, cache: Any) -> tuple[float, Any]:
+    """(seconds, the cache) of one prompt."""
+    wait(ids.device)
+    start = time.perf_counter()
+    model(ids, **{cache_argument(model): cache}, logits_to_keep=1)
+    wait(ids.device)
+    return time.perf_counter() - start, cache
+
+
+def _static(model: PreTrainedModel, one: DynamicCache, batch: int, length: int) -> StaticCache:
+    """transformers' static cache with every row holding what `one` holds."""
+    cache = StaticCache(config=model.config, max_cache_len=length + 1)
+    for i, layer in enumerate(one.layers):
+        place = torch.arange(layer.keys.shape[2], device=model.device)
+        keys, values = (x.expand(batch, -1, -1, -1) for x in (layer.keys, layer.values))
+        cache.update(keys, values, i, {"cache_position": place})
+    return cache
 
 
 def latency(
-    model: PreTrainedModel, *, length: int, batches: Sequence[int], methods: Sequence[str], budget: float, new: int
-) -> Iterator[Row]:
-    """Seconds to the first token and of a whole generation for each method and batch, until memory ends."""
-    for method in ("none", *methods):
+    model: Model, *, length: int, batches: Sequence[int], methods: Sequence[str], budget: float, new: int
+) -> Iterator[Case]:
+    """Seconds to the first token and of a whole generation for each method and batch, until memory ends.
+
+    "none" is the dynamic cache, "none, static compiled" transformers' static one; the latter is compiled by a
+    generation that is not timed.
+    """
+    for method in methods:
+        if method not in METHODS:
+            raise ValueError(f"methods: expected some of {', '.join(sorted(METHODS))}, got {method!r}")
+
+    def measure(method: str, batch: int) -> Row:
+        llama = model()
+        plain, static = method.startswith("none"), method == "none, static compiled"
+        name = "static compiled" if static else "dynamic" if plain else "ours"
+        context, options = contender(llama, name, budget, **({} if plain else {"method": method}))
+        with context as run:
+            ids = prompts(llama, batch, length)
+            if static:
+                clocked(llama, ids, new, **options)
+            else:
+                warm(llama, ids)
+            collect(llama.device)
+            first, steps = clocked(llama, ids, new, **options)
+            made = how(llama, run)
+        return {"first_token_s": round(first, 4), "whole_s": round(first + sum(steps), 4),
+                "ms_a_token": quantiles(steps[WARM:] or steps), "peak_bytes": peak(llama.device), **made}  # fmt: skip
+
+    for method in ("none", "none, static compiled", *methods):
         for batch in batches:
-            base = {"step": "latency", "method": method, "kv_len": length, "batch": batch, "new": new}
-            context: AbstractContextManager[Any] = (
-                nullcontext() if method == "none" else ours(model, budget, method=method)
-            )
-            collect(model.device)
-            with context:
-                made = attempt(functools.partial(_fresh, model, batch, length, new))
-            if made is None:
-                yield {**base, "left_out": "memory"}
-                break
-            yield {**base, "budget": budget, "first_token_s": round(made[0], 3),
-                   "whole_s": round(made[0] + sum(made[1]), 3), "peak_bytes": peak(model.device)}  # fmt: skip
-
-
-def _fresh(model: PreTrainedModel, batch: int, length: int, new: int) -> tuple[float, list[float]]:
-    return clocked(model, prompts(model, batch, length), new)
-
-
-def attempt(work: Callable[[], Any]) -> Any:
-    """What the work returns; None where the device's memory did not suffice."""
-    try:
-        return work()
-    except torch.cuda.OutOfMemoryError:
-        return None
-    finally:
-        collect(torch.device("cuda" if torch.cuda.is_available() else "cpu"), reset=False)
-
-
-def collect(device: torch.device, *, reset: bool = True) -> None:
-    """Give unused memory back and start counting its peak anew."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        if reset:
-            torch.cuda.reset_peak_memory_stats(device)
+            about = {"step": "latency", "method": method, "kv_len": length, "new": new,
+                     "budget": None if method.startswith("none") else budget, "batch": batch}  # fmt: skip
+            yield Case(about, functools.partial(measure, method, batch))
 
 
 def allocated(device: torch.device) -> int:
@@ -227,10 +301,3 @@ def quantiles(seconds: Sequence[float]) -> dict[str, float]:
     """p20, p50 and p80 in milliseconds."""
     cuts = statistics.quantiles(seconds, n=10, method="inclusive") if len(seconds) > 1 else [seconds[0]] * 9
     return {f"p{p}": round(1e3 * cuts[p // 10 - 1], 3) for p in (20, 50, 80)}
-
-
-def with_circumstances(geometry: str, rows: Iterator[Row]) -> Iterator[Row]:
-    """Rows with their geometry and where they were measured; the cache class says which code ran."""
-    where = circumstances()
-    for row in rows:
-        yield {**where, "geometry": geometry, "cache": EvictingCache.__name__, **row}

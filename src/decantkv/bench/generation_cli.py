@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,20 +12,29 @@ import typer
 
 app = typer.Typer(help="Measure generation on this GPU, with random weights.", no_args_is_help=True)
 
-Geometries = Annotated[str, typer.Option(help="Of llama-3.1-8b, qwen2.5-7b, mistral-7b; comma-separated.")]
+Geometries = Annotated[
+    str,
+    typer.Option(help="Of llama-3.1-8b, qwen2.5-7b, mistral-7b; comma-separated. tiny tries a command out anywhere."),
+]
 Numbers = Annotated[str, typer.Option(help="Comma-separated.")]
-Out = Annotated[Path | None, typer.Option(help="Also append the rows to this file.")]
+Out = Annotated[Path | None, typer.Option(help="Append each row to this file; rows that are in it are not made again.")]
+Names = Annotated[str, typer.Option(help="Contenders; comma-separated.")]
 
 
 @app.command()
 def decode(
-    geometries: Geometries = "llama-3.1-8b", batches: Numbers = "1,32", kept: int = 6553, new: int = 64, out: Out = None
+    geometries: Geometries = "llama-3.1-8b",
+    batches: Numbers = "1,32",
+    kept: int = 6553,
+    new: int = 64,
+    contenders: Names = "dynamic,static compiled,ours,ours eager",
+    out: Out = None,
 ) -> None:
     """Milliseconds a token: dynamic cache, static cache compiled, ours with and without graphs."""
     from decantkv.bench import generation as g
 
-    each(geometries, out, lambda model: (
-        row for batch in numbers(batches) for row in g.decode(model, batch=batch, kept=kept, new=new)
+    each(geometries, out, lambda model: g.decode(
+        model, batches=numbers(batches), kept=kept, new=new, names=words(contenders)
     ))  # fmt: skip
 
 
@@ -43,27 +53,29 @@ def prefill(
 
     capped: dict[str, Any] = {"prefill_chunk": chunk, "max_kv_tokens": cap}
     settings = [capped] if capped_only else [None, {}, {"prefill_chunk": chunk}, capped]
-    each(geometries, out, lambda model: (
-        row for length in numbers(lengths)
-        for row in g.bounded(model, length=length, settings=settings, budget=budget)
+    each(geometries, out, lambda model: g.bounded(
+        model, lengths=numbers(lengths), settings=settings, budget=budget
     ))  # fmt: skip
 
 
 @app.command()
 def throughput(
-    geometries: Geometries = "llama-3.1-8b",
+    geometries: Geometries = "llama-3.1-8b,qwen2.5-7b,mistral-7b",
     lengths: Numbers = "16384,32768,65536,131072",
     batches: Numbers = "1,2,4,8,16,32,64,128,256",
     budget: float = 0.05,
-    impl: str = "auto",
+    impls: Annotated[str, typer.Option(help="Implementations of the scores; comma-separated.")] = "triton,torch",
+    new: int = 32,
+    contenders: Names = "dynamic,static compiled,ours",
     out: Out = None,
 ) -> None:
     """Tokens a second by batch, until memory ends, full cache and kept."""
     from decantkv.bench import generation as g
+    from decantkv.bench.cli import chosen
 
-    each(geometries, out, lambda model: (
-        row for length in numbers(lengths)
-        for row in g.throughput(model, length=length, budget=budget, batches=numbers(batches), impl=impl)
+    each(geometries, out, lambda model: g.throughput(
+        model, lengths=numbers(lengths), budget=budget, batches=numbers(batches), new=new, names=words(contenders),
+        impls=[chosen(impl) for impl in words(impls)],
     ))  # fmt: skip
 
 
@@ -72,16 +84,18 @@ def latency(
     geometries: Geometries = "llama-3.1-8b",
     length: int = 32768,
     batches: Numbers = "1,2,4,8,16,32",
-    methods: str = "dropkv,snapkv,knorm,streaming",
+    methods: Annotated[str, typer.Option(help="Methods, comma-separated, or all.")] = "all",
     budget: float = 0.05,
     new: int = 128,
     out: Out = None,
 ) -> None:
-    """First token, whole generation and the batch at which memory ends, for each method."""
+    """First token, whole generation and the batch at which memory ends, without eviction and for each method."""
     from decantkv.bench import generation as g
+    from decantkv.methods import METHODS
 
+    named = list(METHODS) if methods == "all" else words(methods)
     each(geometries, out, lambda model: g.latency(
-        model, length=length, batches=numbers(batches), methods=methods.split(","), budget=budget, new=new
+        model, length=length, batches=numbers(batches), methods=named, budget=budget, new=new
     ))  # fmt: skip
 
 
@@ -112,28 +126,35 @@ def cap_cost(
 
 def tell(row: dict[str, Any], out: Path | None) -> None:
     """Print a row, and append it to a file."""
-    line = json.dumps(row, sort_keys=True)
-    print(line, flush=True)
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with out.open("a") as file:
-            file.write(line + "\n")
+    from decantkv.bench.cases import append
+
+    print(json.dumps(row, sort_keys=True), flush=True)
+    append(out, row)
 
 
-def each(geometries: str, out: Path | None, rows: Callable[[Any], Iterator[dict[str, Any]]]) -> None:
-    """Build each model in turn and print its rows as they come."""
+def each(geometries: str, out: Path | None, cases: Callable[[Any], Iterator[Any]]) -> None:
+    """Build each model when its first row is to be made, and print the rows as they come."""
     import torch
 
     from decantkv.bench import generation as g
+    from decantkv.bench.cases import collect, run
+    from decantkv.bench.rows import circumstances
 
-    if not torch.cuda.is_available():
-        raise ValueError("device: expected a CUDA device to measure on, got none")
-    for geometry in geometries.split(","):
-        model = g.build(geometry)
-        for row in g.with_circumstances(geometry, rows(model)):
-            tell(row, out)
-        del model
-        g.collect(torch.device("cuda"))
+    on_gpu = torch.cuda.is_available()
+    for geometry in words(geometries):
+        if not on_gpu and geometry != "tiny":
+            raise ValueError("device: expected a CUDA device to measure on, got none")
+        model = functools.cache(functools.partial(g.build, geometry, "cuda" if on_gpu else "cpu"))
+        where = {**circumstances(), "geometry": geometry}
+        for row, made in run(cases(model), where, out):
+            print(json.dumps(row, sort_keys=True) if made else f"there already: {row['step']} {row}", flush=True)
+        model.cache_clear()
+        collect(torch.device("cuda" if on_gpu else "cpu"))
+
+
+def words(text: str) -> list[str]:
+    """Names from a list like "dynamic,static compiled"."""
+    return [part.strip() for part in text.split(",")]
 
 
 def numbers(text: str) -> list[int]:

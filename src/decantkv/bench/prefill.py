@@ -48,6 +48,13 @@ MODELS: dict[str, tuple[Callable[[Any], PreTrainedModel], Callable[[], Any]]] = 
             num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=131072 + 64, sliding_window=None,
         ),
     ),
+    "tiny": (  # for trying the commands out, on any device
+        LlamaForCausalLM,
+        lambda: LlamaConfig(
+            vocab_size=256, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=131072 + 64,
+        ),
+    ),
 }  # fmt: skip
 
 
@@ -84,21 +91,22 @@ def measure(name: str, lengths: Sequence[int], *, impls: Sequence[Impl], budget:
     torch.cuda.empty_cache()
 
 
-def random_model(build: Callable[[Any], PreTrainedModel], config: Any) -> PreTrainedModel:
-    """bf16 weights drawn on the GPU."""
+def random_model(build: Callable[[Any], PreTrainedModel], config: Any, device: str = "cuda") -> PreTrainedModel:
+    """bf16 weights drawn on the device."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device("meta"):
             model = build(config)
-        model = model.to_empty(device="cuda")
+        model = model.to_empty(device=device)
         for parameter in model.parameters():
             parameter.data.normal_(0, 0.02)
         for module in model.modules():
             if "rmsnorm" in type(module).__name__.lower():
                 module.weight.data.fill_(1.0)
             if hasattr(module, "inv_freq"):
-                fresh = type(module)(config=config, device="cuda")
+                with torch.device(device):
+                    fresh = type(module)(config)
                 module.inv_freq = fresh.inv_freq
                 module.original_inv_freq = fresh.inv_freq
     finally:
