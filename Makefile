@@ -47,7 +47,7 @@ test-kvpress: $(VENV)/.dev $(MODEL) $(KVPRESS)/.ready  ## kept sets beside those
 
 # a real engine on the CPU against transformers: about a quarter of an hour on two cores
 test-vllm: $(VLLM)/.ready $(MODEL)  ## the plug-in inside vLLM's own engine and server, in its own environment
-	$(PYTEST:$(BIN)/%=$(VLLM)/bin/%) tests/engines/test_vllm_engine.py tests/engines/test_vllm_serve.py
+	$(PYTEST:$(BIN)/%=$(VLLM)/bin/%) -m "not gpu" tests/engines/test_vllm_*.py
 
 model: $(MODEL)
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from decantkv.engines.blocks import BlockSettings
 from decantkv.engines.vllm import asked, compat, refusals
-from decantkv.engines.vllm.batch import Batch, current, told
+from decantkv.engines.vllm.batch import Batch, current, told, watch
 from decantkv.engines.vllm.counters import Counters
 from decantkv.engines.vllm.plan import plan
 from decantkv.engines.vllm.steps import end_of_chunk, read_step
@@ -133,6 +133,47 @@ def test_a_batch_is_told_to_its_own_thread_alone():
         with told(None):
             assert current() is None
     assert current() is None
+
+
+def seen_by(build):
+    """A function that notes the batch it runs under, and the notes."""
+    notes = []
+
+    def noting(*args, **kwargs):
+        notes.append(current())
+        return build
+
+    return noting, notes
+
+
+def test_the_first_model_runner_tells_real_steps_alone():
+    noting, notes = seen_by("metadata")
+    rows = SimpleNamespace(
+        num_reqs=2, req_ids=["a", "b", "gone"], num_prompt_tokens=np.array([9, 8, 7], dtype=np.int32)
+    )
+    runner = SimpleNamespace(input_batch=rows, requests={"a": 1, "b": 1}, _build_attention_metadata=noting)
+    watch(runner)
+    assert runner._build_attention_metadata(num_tokens=3, num_scheduled_tokens={"a": 1, "b": 2}) == "metadata"
+    assert runner._build_attention_metadata(num_tokens=3) == "metadata"
+    assert (notes[0].request_ids, notes[0].prompt_lens.tolist()) == (["a", "b"], [9, 8])
+    assert notes[1] is None
+    assert current() is None
+
+
+def test_the_second_model_runner_tells_before_another_object_builds():
+    states = SimpleNamespace(
+        prompt_len=SimpleNamespace(np=np.array([5, 6, 7], dtype=np.int32)), req_id_to_index={"a": 2}
+    )
+    runner = SimpleNamespace(
+        req_states=states, prepare_attn=lambda batch: "tables", prepare_dummy_attn=lambda batch: "none"
+    )
+    watch(runner)
+    with told(None):
+        step = SimpleNamespace(req_ids=["a", "b"], idx_mapping_np=np.array([2, 0]))
+        assert runner.prepare_attn(step) == "tables"
+        assert (current().request_ids, current().prompt_lens.tolist()) == (["a", "b"], [7, 5])
+        assert runner.prepare_dummy_attn(step) == "none"
+        assert current() is None
 
 
 def test_counters_are_taken_once():

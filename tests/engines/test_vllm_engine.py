@@ -239,6 +239,25 @@ def test_what_cannot_be_done_is_said_and_vllm_serves_on(model, folder, eviction,
     assert got["tokens"][0] == full(model, asked[0])
 
 
+def test_another_plug_in_keeps_the_backend_it_took(model, folder, tmp_path):
+    (tmp_path / "other.py").write_text(
+        "from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend\n"
+        "class Backend(CPUAttentionBackend):\n    pass\n"
+        "def register():\n"
+        "    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend\n"
+        "    register_backend(AttentionBackendEnum.CPU_ATTN, 'other.Backend')\n"
+    )
+    info = tmp_path / "other-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[vllm.general_plugins]\nother = other:register\n")
+    asked = prompts(200)
+    got = run(folder, asked, eviction={"budget": 0.25}, environment={"PYTHONPATH": str(tmp_path)})
+    assert "attention backend CPU_ATTN: expected vLLM's own, got other.Backend of another plug-in" in got["log"]
+    assert got["manager"] == "FullAttentionManager"
+    assert got["tokens"][0] == full(model, asked[0])
+
+
 def test_strict_stops_instead(folder):
     with pytest.raises(RuntimeError, match="budget: expected a fraction"):
         run(folder, prompts(50), eviction={"budget": 1.5, "strict": True})
