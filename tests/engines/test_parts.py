@@ -16,7 +16,7 @@ from decantkv.engines.blocks import BlockSettings
 from decantkv.engines.vllm import asked, compat, refusals
 from decantkv.engines.vllm.batch import Batch, current, told, watch
 from decantkv.engines.vllm.counters import Counters
-from decantkv.engines.vllm.plan import plan
+from decantkv.engines.vllm.plan import Plans, plan
 from decantkv.engines.vllm.steps import end_of_chunk, read_step
 from decantkv.engines.vllm.tables import ShiftedTables
 from decantkv.engines.vllm.windows import Windows
@@ -33,7 +33,7 @@ def batch(*rows, alive=()):
 
 def step(rows, scheduled, seq_lens, **options):
     starts = np.concatenate([[0], np.cumsum(scheduled)])
-    return read_step(batch(*rows, **options), BLOCKS, starts, np.array(seq_lens))
+    return read_step(batch(*rows, **options), Plans(BLOCKS), starts, np.array(seq_lens))
 
 
 def test_a_step_sorts_its_rows():
@@ -73,7 +73,7 @@ def test_an_aborted_request_leaves_no_window():
 
 def test_rows_without_tokens_are_pads():
     assert not step([("a", 200)], [0], [0]).queries
-    padded = read_step(batch(("a", 200)), BLOCKS, np.array([0, 1, 1, 1]), np.array([230, 0, 0]))
+    padded = read_step(batch(("a", 200)), Plans(BLOCKS), np.array([0, 1, 1, 1]), np.array([230, 0, 0]))
     assert padded.first_blocks.tolist() == [plan(200, BLOCKS).first_block, 0, 0]
 
 

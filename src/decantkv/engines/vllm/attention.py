@@ -12,6 +12,7 @@ from torch import Tensor
 from decantkv.engines.blocks import BlockSettings
 from decantkv.engines.vllm.batch import current, told
 from decantkv.engines.vllm.counters import CLOCK
+from decantkv.engines.vllm.plan import Plans
 from decantkv.engines.vllm.spec import DropKVSpec
 from decantkv.engines.vllm.steps import Queries, Step, read_step
 from decantkv.engines.vllm.tables import ShiftedTables
@@ -35,6 +36,7 @@ class EvictingBuilder:
         self._first: tuple[Any, Tensor] | None = None
         if self.eviction is None:
             return
+        self._plans = Plans(self.eviction)
         if kv_cache_spec.block_size != self.eviction.block_size:
             raise ValueError(
                 f"block_size: expected kernels that read the pool's blocks of {self.eviction.block_size} tokens, "
@@ -67,7 +69,7 @@ class EvictingBuilder:
         if batch is None or self.eviction is None:
             return None
         starts, seq_lens = common.query_start_loc_cpu.numpy(), common.seq_lens_cpu_upper_bound.numpy()
-        return read_step(batch, self.eviction, starts, seq_lens)
+        return read_step(batch, self._plans, starts, seq_lens)
 
     def _shift(self, common: Any, step: Step | None) -> Any:
         table, seq_lens = common.block_table_tensor, common.seq_lens

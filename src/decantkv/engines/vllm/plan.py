@@ -1,15 +1,12 @@
-"""`plan`: what becomes of a prompt's blocks, in whole numbers that scheduler and workers compute alike."""
+"""What becomes of a prompt's blocks, in whole numbers that scheduler and workers compute alike."""
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 from decantkv.engines.blocks import BlockSettings, Plan
 
-__all__ = ["Plan", "plan"]
+__all__ = ["Plan", "Plans", "plan"]
 
 
-@lru_cache(maxsize=65536)
 def plan(prompt_len: int, settings: BlockSettings) -> Plan:
     """The layout of a prompt: its last m whole blocks keep chosen tokens, the blocks before them are freed.
 
@@ -24,3 +21,15 @@ def plan(prompt_len: int, settings: BlockSettings) -> Plan:
         ValueError: protected spans outside the prompt.
     """
     return settings.plan(prompt_len)
+
+
+class Plans(dict[int, Plan]):
+    """`plan` under one setting, by prompt length, remembered: every step asks for every row's."""
+
+    def __init__(self, settings: BlockSettings) -> None:
+        super().__init__()
+        self.settings = settings
+
+    def __missing__(self, prompt_len: int) -> Plan:
+        made = self[prompt_len] = plan(prompt_len, self.settings)
+        return made

@@ -12,7 +12,7 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from decantkv.engines.blocks import BlockSettings
 from decantkv.engines.vllm import scheduling
 from decantkv.engines.vllm.counters import ENGINE
-from decantkv.engines.vllm.plan import Plan, plan
+from decantkv.engines.vllm.plan import Plan, Plans
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,11 +49,14 @@ class DropKVManager(FullAttentionManager):
 
     def __init__(self, kv_cache_spec: DropKVSpec, *args: Any, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, *args, **kwargs)
+        if kv_cache_spec.eviction is None:
+            raise TypeError("kv_cache_spec: expected one that says how to evict, got none")
+        self._plans = Plans(kv_cache_spec.eviction)
         self._freed: dict[str, int] = {}  # prompt tokens of the requests whose head blocks are gone
 
     def plan(self, prompt_len: int) -> Plan:
         """What becomes of a prompt."""
-        return plan(prompt_len, self.kv_cache_spec.eviction)
+        return self._plans[prompt_len]
 
     def remove_skipped_blocks(
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from decantkv.engines.blocks import BlockSettings
 from decantkv.engines.vllm.batch import Batch
-from decantkv.engines.vllm.plan import Plan, plan
+from decantkv.engines.vllm.plan import Plan, Plans
 
 Ints = npt.NDArray[np.int64]
 
@@ -64,10 +64,11 @@ class Step:
         return tuple(run for run in self.queries if run.last)
 
 
-def read_step(batch: Batch, settings: BlockSettings, starts: Ints, seq_lens: Ints) -> Step:
+def read_step(batch: Batch, plans: Plans, starts: Ints, seq_lens: Ints) -> Step:
     """Sort the rows of a step.
 
     Args:
+        plans: of the requests' prompts.
         starts: [rows + 1] where each row's tokens begin in the step.
         seq_lens: [rows] tokens of each request with this step's.
 
@@ -76,28 +77,33 @@ def read_step(batch: Batch, settings: BlockSettings, starts: Ints, seq_lens: Int
     """
     number = min(len(batch.request_ids), len(seq_lens))
     first_blocks = np.zeros(len(seq_lens), dtype=np.int32)
-    queries: list[Queries] = []
-    for row in range(number):
-        start, stop, seen = int(starts[row]), int(starts[row + 1]), int(seq_lens[row])
-        if start == stop:
-            continue
-        computed, made = seen - (stop - start), plan(int(batch.prompt_lens[row]), settings)
-        if not made.evicts:
-            continue
-        if computed >= made.prompt_len:
-            first_blocks[row] = made.first_block
-            continue
-        if seen > made.prompt_len:
-            raise RuntimeError(
-                f"request {batch.request_ids[row]}: expected a step that ends with the prompt's {made.prompt_len} "
-                f"tokens, got one up to {seen}; the scheduler does not follow decantkv"
-            )
-        window = settings.rows
-        lowest = max(made.prompt_len - window, computed)
-        if made.chosen and lowest < seen:
-            at, place = start + lowest - computed, lowest - (made.prompt_len - window)
-            queries.append(Queries(row, batch.request_ids[row], at, stop, place, made, last=seen == made.prompt_len))
-    return Step(first_blocks, tuple(queries), batch.alive, settings)
+    prompts, scheduled = batch.prompt_lens[:number], np.diff(starts[: number + 1])
+    computed = seq_lens[:number] - scheduled
+    decoding = (computed >= prompts) & (scheduled > 0)
+    if decoding.any():
+        first_blocks[:number] = [plans[length].first_block for length in prompts.tolist()]
+        first_blocks[:number] *= decoding
+    reading = np.flatnonzero((computed < prompts) & (scheduled > 0)).tolist()
+    runs = (_queries(batch, plans, row, starts, int(computed[row]), int(seq_lens[row])) for row in reading)
+    return Step(first_blocks, tuple(run for run in runs if run is not None), batch.alive, plans.settings)
+
+
+def _queries(batch: Batch, plans: Plans, row: int, starts: Ints, computed: int, seen: int) -> Queries | None:
+    """The window's queries among a row's tokens, of a prompt that will be evicted; None without any."""
+    made, window = plans[int(batch.prompt_lens[row])], plans.settings.rows
+    if not made.evicts:
+        return None
+    if seen > made.prompt_len:
+        raise RuntimeError(
+            f"request {batch.request_ids[row]}: expected a step that ends with the prompt's {made.prompt_len} tokens, "
+            f"got one up to {seen}; the scheduler does not follow decantkv"
+        )
+    lowest = max(made.prompt_len - window, computed)
+    if not made.chosen or lowest >= seen:
+        return None
+    start, stop = int(starts[row]) + lowest - computed, int(starts[row + 1])
+    place, last = lowest - (made.prompt_len - window), seen == made.prompt_len
+    return Queries(row, batch.request_ids[row], start, stop, place, made, last)
 
 
 def end_of_chunk(computed: int, wanted: int, made: Plan, *, window: int, graphs: bool) -> int:
