@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
-from typing import Any
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from decantkv.engines.blocks import BlockSettings
+from decantkv.engines.vllm.paged import gather_paged
 from decantkv.engines.vllm.plan import Plan
 from decantkv.engines.vllm.steps import Queries
-from decantkv.methods import DropKV
+from decantkv.methods import DropKV, Method, SnapKV
 from decantkv.scoring.window import AttentionWindow, make_window
 from decantkv.transfer import to_device
+
+# what a method's score is called among the kernels
+QUANTITIES: dict[type[Method], str] = {DropKV: "perturbation", SnapKV: "attention_mass"}
 
 
 @dataclass(frozen=True)
@@ -66,48 +69,69 @@ def evict_paged(
 ) -> None:
     """Keep each prompt's chosen tokens, reading and writing through the block table.
 
-    Only DropKV's published score is a paged kernel; for other methods a prompt's keys and values are gathered first,
-    one prompt at a time.
+    Scores come from a kernel for the methods in `QUANTITIES`, unless `impl` names another implementation; for all
+    others a prompt's keys and values are gathered first, one prompt at a time.
 
     Args:
         finished: prompts, with their windows [w, HQ, D].
-        k_cache, v_cache: [blocks, block_size, H, D], any strides.
+        k_cache, v_cache: [blocks, block_size, H, D], the last dimension contiguous.
         block_table: [rows, blocks] int32.
     """
-    paged: Any = importlib.import_module("decantkv.kernels.paged")
-    tables = block_table[to_device([run.row for run, _ in finished], block_table.device)]
+    tables = block_table[to_device([run.row for run, _ in finished], block_table.device)].contiguous()
+    plans = [run.plan for run, _ in finished]
+    most = max(made.chosen for made in plans)
+    index = torch.zeros(len(plans), k_cache.shape[2], most, dtype=torch.int64, device=k_cache.device)
     scores = _scores_paged(finished, k_cache, v_cache, tables, heads, settings)
-    for i, (run, queries) in enumerate(finished):
-        made, table = run.plan, tables[i : i + 1]
-        if scores is None:
-            blocks = table[0, : -(-made.prompt_len // made.block_size)].long()
-            keys, values = (
-                cache[blocks].flatten(0, 1)[: made.prompt_len].transpose(0, 1) for cache in (k_cache, v_cache)
-            )
-            index = choose(heads.window(queries, keys, values), settings, made)
-        else:
+    for i, (made, (_, queries)) in enumerate(zip(plans, finished, strict=True)):
+        if scores is not None:
             kept = settings.choose(scores[i : i + 1, :, : made.prompt_len].contiguous())
-            index = kept.indices[0, :, : made.chosen]
-        first = to_device([made.first_block], table.device)
-        paged.compact_paged(k_cache, v_cache, table, index[None], first)
+            index[i, :, most - made.chosen :] = kept.indices[0, :, : made.chosen]
+            continue
+        keys, values = (gather_paged(cache, tables[i], made.prompt_len) for cache in (k_cache, v_cache))
+        index[i, :, most - made.chosen :] = choose(heads.window(queries, keys, values), settings, made)
+    first, counts = ([made.first_block for made in plans], [made.chosen for made in plans])
+    device = k_cache.device
+    kernels_for(device).compact_paged(
+        k_cache, v_cache, tables, index, to_device(first, device), counts=to_device(counts, device)
+    )
 
 
 def _scores_paged(
-    finished: Any, k_cache: Tensor, v_cache: Tensor, tables: Tensor, heads: Heads, settings: BlockSettings
+    finished: list[tuple[Queries, Tensor]],
+    k_cache: Tensor,
+    v_cache: Tensor,
+    tables: Tensor,
+    heads: Heads,
+    settings: BlockSettings,
 ) -> Tensor | None:
     """[R, H, longest prompt] float32, or None where no kernel scores by the method."""
-    paged: Any = importlib.import_module("decantkv.kernels.paged")
     method = settings.method
-    if (
-        not isinstance(method, DropKV)
-        or method.weigh != "value"
-        or heads.softcap is not None
-        or heads.sink_logits is not None
-    ):
+    covered = type(method) in QUANTITIES and not method.needs
+    if not covered or settings.impl not in ("auto", "triton"):
         return None
-    queries = torch.stack([window for _, window in finished]).transpose(1, 2)
-    lengths = to_device([run.plan.prompt_len for run, _ in finished], k_cache.device).int()
-    scores: Tensor = paged.score_paged(
-        queries, k_cache, v_cache, tables, lengths, scale=heads.scale, reduce=method.reduce
+    lengths = [run.plan.prompt_len for run, _ in finished]
+    scores: Tensor = kernels_for(k_cache.device).score_paged(
+        torch.stack([window for _, window in finished]).transpose(1, 2),
+        k_cache,
+        v_cache,
+        tables,
+        to_device(lengths, k_cache.device),
+        scale=heads.scale,
+        softcap=heads.softcap,
+        sink_logits=None if heads.sink_logits is None else heads.sink_logits.float(),
+        quantity=QUANTITIES[type(method)],
+        reduce=getattr(method, "reduce", "sum"),
+        max_len=max(lengths),
     )
     return scores
+
+
+def kernels_for(device: torch.device) -> ModuleType:
+    """The kernels on paged storage; on a CPU what they compute, in torch."""
+    from decantkv.engines.vllm import paged
+
+    if device.type != "cuda":
+        return paged
+    from decantkv.kernels import paged as kernels
+
+    return kernels
