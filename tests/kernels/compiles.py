@@ -15,7 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from decantkv.kernels import attend, pull, score, select, weigh
+from decantkv.kernels import attend, move, pull, score, select, weigh
 from decantkv.kernels.blocks import (
     Device,
     attend_blocks,
@@ -39,8 +39,8 @@ WORDS = {
     **dict.fromkeys(
         ("p_part", "p_rows", "p_lse", "p_score", "p_token", "p_cost", "p_sink", "p_metric", "p_norm", "p_unit"), "*fp32"
     ),
-    **dict.fromkeys(("p_start", "p_index", "p_need"), "*i64"),
-    **dict.fromkeys(("p_order", "p_bins", "p_count"), "*i32"),
+    **dict.fromkeys(("p_start", "p_index", "p_need", "p_first"), "*i64"),
+    **dict.fromkeys(("p_order", "p_bins", "p_count", "p_table", "p_lengths"), "*i32"),
     "p_forced": "*i1",
 }
 # ptxas holds these to 64 or 128 registers of its own accord and puts a few bytes of state on the stack
@@ -94,22 +94,26 @@ def spilled(kernel, target):
     return int(usage.split("STACK:")[1].split()[0])
 
 
-def scoring(name, *, rows=32, g=4, dim=128, dtype="bf16", pads=False, only=None):
+def scoring(name, *, rows=32, g=4, dim=128, dtype="bf16", pads=False, page=0, only=None):
     """(what, kernel) of the scoring kernels on one shape, or of `only` those named."""
-    return ((what, make()) for what, make in kernels(name, rows, g, dim, dtype, pads) if only is None or what in only)
+    return (
+        (what, make()) for what, make in kernels(name, rows, g, dim, dtype, pads, page) if only is None or what in only
+    )
 
 
-def kernels(name, rows, g, dim, dtype, pads):
+def kernels(name, rows, g, dim, dtype, pads, page):
     """(what, how to compile it)."""
     target, device = TARGETS[name]
     itemsize, bf16 = (4 if dtype == "fp32" else 2), dtype == "bf16"
     tile = row_tile(dim, dim, itemsize, device)
     held = padded_rows(rows, tile)
     shared = {"G": g, "W": rows // g, "D": dim, "DV": dim, "ROWS": held, "BD": padded_dim(dim), "BDV": padded_dim(dim),
-              "PADDED": pads, "CAPPED": False, "PARTS": 2 if bf16 else 1,
+              "PADDED": pads, "CAPPED": False, "PARTS": 2 if bf16 else 1, "PAGE": page,
               "PRECISION": "ieee" if device.backend == "hip" else "tf32x3" if dtype == "fp32" else "tf32"}  # fmt: skip
     if not pads:
         shared["p_start"] = None
+    if not page:
+        shared |= {"p_table": None, "p_lengths": None}
     cut = attend_blocks(rows, dim, dim, itemsize, device, bf16=bf16)
     options = {"warps": cut.warps, "stages": cut.stages}
     of_a = {**shared, "BM": cut.rows, "BN": cut.keys}
@@ -122,11 +126,13 @@ def kernels(name, rows, g, dim, dtype, pads):
     yield "pull", partial(compiled, pull.pull_kernel, target, dtype, pulling, **options)
     cut = norm_blocks(itemsize)
     norms = {"G": g, "DV": dim, "BDV": padded_dim(dim), "BE": cut.rows, "BN": cut.keys,
-             "PRECISION": shared["PRECISION"]}  # fmt: skip
+             "PRECISION": shared["PRECISION"], "PAGE": page}  # fmt: skip
+    if not page:
+        norms |= {"p_table": None, "p_lengths": None}
     yield "norms", partial(compiled, weigh.norm_kernel, target, dtype, norms, warps=cut.warps, stages=cut.stages)
     for what, task in TASKS.items():
         one_pass = what == "one pass"
-        if one_pass and held > tile:
+        if one_pass and (held > tile or page):
             continue
         more = task.holds_more(dim, itemsize)
         cut = score_blocks(rows, dim, dim, itemsize, device, bf16=bf16, one_pass=one_pass, more=more)
@@ -145,11 +151,14 @@ def others(name):
     """(what, kernel) of the rest."""
     target, _ = TARGETS[name]
     rows = {"G": 4, "W": 8, "DV": 128, "ROWS": 32, "BDV": 128, "BS": 64, "CHUNK": 64, "SINK": False, "p_sink": None}
-    merging = {**rows, "VALUES": True, "RW": 128, "METRIC": False, "p_metric": None}
+    dense = {"PAGE": 0, "p_table": None}
+    merging = {**rows, **dense, "VALUES": True, "RW": 128, "METRIC": False, "p_metric": None}
     yield "merge", compiled(attend.merge_kernel, target, "bf16", merging, warps=4)
-    merging = {**rows, "VALUES": True, "RW": 128, "METRIC": True}
+    merging = {**rows, **dense, "VALUES": True, "RW": 128, "METRIC": True}
     yield "merge behind W_O", compiled(attend.merge_kernel, target, "bf16", merging, warps=4)
-    summing = {"W": 8, "CHUNK": 4, "PADDED": True, "BN": CHUNK_BLOCK}
+    merging = {**rows, "VALUES": True, "RW": 128, "METRIC": False, "p_metric": None, "PAGE": 16}
+    yield "merge, paged", compiled(attend.merge_kernel, target, "bf16", merging, warps=4)
+    summing = {"W": 8, "CHUNK": 4, "PADDED": True, "BN": CHUNK_BLOCK, "PAGE": 0, "p_lengths": None}
     yield "chunk sum", compiled(pull.chunk_sum_kernel, target, "bf16", summing, warps=4)
     yield "dominant cost", compiled(score.dominant_cost_kernel, target, "bf16", rows, warps=8)
     add = {"G": 4, "ROWS": 32, "BM": 32, "MAX": False}
@@ -166,6 +175,8 @@ def others(name):
     yield "count", compiled(select.count_kernel, target, "fp32", each, warps=8)
     yield "compact", compiled(select.compact_kernel, target, "fp32", {**each, "BC": power_of_two(33)}, warps=8)
     gather = {"D": 128, "DV": 128, "BD": 128, "BDV": 128, "BK": 32}
+    moving = {"D": 128, "DV": 128, "BE": 16, "BK": 1024, "PAGE": 16, "PER_ROW": False, "p_count": None}
+    yield "move", compiled(move.compact_paged_kernel, target, "bf16", moving, warps=8)
     yield "gather", compiled(select.gather_kernel, target, "bf16", gather, warps=4)
 
 
@@ -183,6 +194,9 @@ def main(names, *, full):
             only = None if full or name in ("sm90", "gfx942") else ("attend", "score", "one pass")
             for what, kernel in scoring(name, only=only, **change):
                 check(name, what, kernel, {**DEFAULT, **change})
+        if only is None:
+            for what, kernel in scoring(name, page=16, only=None if full else ("attend", "score")):
+                check(name, what, kernel, {**DEFAULT, "page": 16})
         for what, kernel in others(name):
             check(name, what, kernel, {})
         print(f"{name}: compiles, no spills", flush=True)

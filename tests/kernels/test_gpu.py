@@ -9,7 +9,7 @@ import random
 import pytest
 import torch
 
-from tests.kernels import windows
+from tests.kernels import pages, windows
 from tests.kernels.windows import window
 
 pytestmark = pytest.mark.gpu
@@ -135,6 +135,61 @@ def test_other_quantities_need_little_memory_and_no_host():
         norms = 32 * 2**17 * 4 if name.startswith("W_O") else 0
         print(f"{name}: {(scratch - norms) / 2**20:.1f} MiB of scratch beside {norms / 2**20:.0f} MiB of norms")
         assert scratch - norms <= 40 * 2**20, name
+
+
+@pytest.mark.parametrize("layout", pages.LAYOUTS)
+def test_paged_requests_meet_the_contract(layout, fuzz_seed):
+    from decantkv.engines.vllm import paged as twin
+    from decantkv.kernels.paged import compact_paged, score_paged
+
+    rng = random.Random(f"{fuzz_seed} {layout}")
+    worst = 0.0
+    for case in range(max(1, CASES // 4)):
+        kind = rng.choice(KINDS)
+        size = rng.choice([16, 32])
+        lengths = [rng.randint(kind["w"], LONGEST) for _ in range(rng.randint(1, 4))]
+        shape = dict(kind, H=rng.randint(1, 4), sink=rng.choice([0, rng.uniform(4, 20)]), projection=64)
+        seed = rng.randrange(2**31)
+        about = f"seed {fuzz_seed} {layout} case {case}: {shape} {lengths} size {size} inner seed {seed}"
+        made = pages.paged(seed, lengths, size=size, layout=layout, device=DEVICE, **shape)
+        quantity, options = rng.choice([("perturbation", {}), ("perturbation", {}), *windows.QUANTITIES.values()])
+        try:
+            worst = max(worst, pages.check_scores(score_paged, made, quantity, max_len=max(lengths), **options))
+            most = rng.randint(1, max(lengths))
+            index, counts = pages.choose(made, most, seed)
+            room = [(n - int(c)) // size for n, c in zip(lengths, counts, strict=True)]
+            first = torch.tensor([rng.randint(0, blocks) for blocks in room], device=DEVICE)
+            pages.check_compaction(compact_paged, twin.compact_paged, made, index, first, counts)
+        except AssertionError as error:
+            raise AssertionError(about) from error
+    print(f"{layout}: worst {worst:.3f} of the contract")
+
+
+def test_paged_eviction_makes_no_copy_and_waits_for_nothing():
+    from decantkv.kernels.paged import compact_paged, score_paged
+
+    made = pages.paged(5, [2**17 - 7], size=16, g=4, w=8, H=8, D=128, device="cuda")
+    index, _ = pages.choose(made, 6560, 6)
+    first = torch.tensor([7000], device="cuda")
+    scale = made.wins[0].scale
+
+    def evict():
+        scores = score_paged(made.q, made.k_cache, made.v_cache, made.table, made.lengths, scale=scale)
+        compact_paged(made.k_cache, made.v_cache, made.table, index, first)
+        return scores
+
+    evict()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        scores = evict()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    scratch = torch.cuda.max_memory_allocated() - before - scores.numel() * 4
+    print(f"paged eviction at 128K: {scratch / 2**20:.1f} MiB of scratch")
+    assert scratch <= 10 * 2**20
 
 
 class poisoned:

@@ -29,3 +29,7 @@ def test_random_shapes(record_property):
 
 def test_other_quantities():
     test_gpu.test_other_quantities_meet_the_contract("alignment max", 2)
+
+
+def test_paged_requests():
+    test_gpu.test_paged_requests_meet_the_contract("packed heads first", 3)

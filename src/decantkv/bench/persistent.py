@@ -42,22 +42,22 @@ def persistent_kernel(
     i_split = pid % n_splits
     i_bh = pid // n_splits
     attend_split(
-        i_split, 0, i_bh, p_q, p_k, p_v, p_part, p_q, n_keys, keys_per_split, n_splits, scale, cap2,
-        sqb, sqh, sqw, skb, skh, skn, svb, svh, svn, H, G, W, D, DV, ROWS, ROWS, BN, BD, BDV,
-        False, False, True, 2, "tf32",
+        i_split, 0, i_bh, p_q, p_k, p_v, p_part, p_q, p_q, p_q, n_keys, keys_per_split, n_splits, scale, cap2,
+        sqb, sqh, sqw, skb, skh, skn, svb, svh, svn, 0, H, G, W, D, DV, ROWS, ROWS, BN, BD, BDV,
+        False, False, True, 2, "tf32", 0,
     )  # fmt: skip
     wait_for_all(p_barrier, n_programs)
     for task in range(pid, ROWS * n_groups, n_programs):
         merge_row(
-            task % ROWS, task // ROWS, p_v, p_part, p_part, p_part, p_rows, n_splits, svb, svh, svn,
-            H, G, W, DV, ROWS, BDV, BS, CHUNK, False, True, BDV, False,
+            task % ROWS, task // ROWS, p_v, p_part, p_part, p_part, p_rows, p_part, n_splits, svb, svh, svn, 0,
+            H, G, W, DV, ROWS, BDV, BS, CHUNK, False, True, BDV, False, 0,
         )  # fmt: skip
     wait_for_all(p_barrier + 1, n_programs)
     score_split(
-        i_split, i_bh, p_q, p_k, p_v, p_v, p_rows, p_rows, p_score, p_part, p_q, p_q, p_q,
+        i_split, i_bh, p_q, p_k, p_v, p_v, p_rows, p_rows, p_score, p_part, p_q, p_q, p_q, p_q, p_q,
         n_keys, keys_per_split, n_splits, scale, cap2,
-        sqb, sqh, sqw, skb, skh, skn, svb, svh, svn, svb, svh, svn, H, G, W, D, DV, ROWS, ROWS, BN, BD, BDV,
-        BDV, False, False, 0, False, 0, 1, False, 2, 2, "tf32",
+        sqb, sqh, sqw, skb, skh, skn, svb, svh, svn, svb, svh, svn, 0, H, G, W, D, DV, ROWS, ROWS, BN, BD, BDV,
+        BDV, False, False, 0, False, 0, 1, False, 2, 2, "tf32", 0,
     )  # fmt: skip
 
 

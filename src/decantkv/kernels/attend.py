@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from decantkv.kernels.primitives import dot, finite, to_logits2, weighted_sum
+from decantkv.kernels.primitives import dot, finite, key_offset, keys_of, page_of, to_logits2, weighted_sum
 
 _NO_INDEX = tl.constexpr(2147483647)
 # A key below this share of what its row has seen stays in the sums: with 16-bit weights a 1−p of 0.1 keeps its digits,
@@ -28,12 +28,13 @@ _HEADROOM = tl.constexpr(100.0)  # a weight stays below 2^100 of the reference, 
 @triton.jit
 def attend_split(
     i_split, i_tile, i_bh,
-    p_q, p_k, p_v, p_part, p_start,
+    p_q, p_k, p_v, p_part, p_start, p_table, p_lengths,
     n_keys, keys_per_split, n_splits, scale, cap2,
-    sqb, sqh, sqw, skb, skh, skn, svb, svh, svn,
+    sqb, sqh, sqw, skb, skh, skn, svb, svh, svn, s_table,
     H, G: tl.constexpr, W: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     ROWS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
     PADDED: tl.constexpr, CAPPED: tl.constexpr, VALUES: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
+    PAGE: tl.constexpr,
 ):  # fmt: skip
     """One split of keys for BM rows: the softmax state of all keys but the dominant one, which is named beside it."""
     i_b = (i_bh // H).to(tl.int64)
@@ -45,13 +46,19 @@ def attend_split(
     # [BM, BD]
     p_row = p_q + i_b * sqb + (i_h * G + r // W).to(tl.int64) * sqh + (r % W).to(tl.int64) * sqw
     b_q = tl.load(p_row[:, None] + d[None, :], mask=m_row[:, None] & (d < D)[None, :], other=0.0)
+    n_keys = keys_of(p_lengths, i_b, n_keys, PAGE)
     last_seen = tl.where(m_row, n_keys - W + r % W, -1)
     lo = i_split * keys_per_split
     hi = tl.minimum(lo + keys_per_split, n_keys)
     if PADDED:
         lo = tl.maximum(lo, tl.load(p_start + i_b).to(tl.int32))
-    p_k += i_b * skb + i_h.to(tl.int64) * skh
-    p_v += i_b * svb + i_h.to(tl.int64) * svh
+    p_k += i_h.to(tl.int64) * skh
+    p_v += i_h.to(tl.int64) * svh
+    if PAGE == 0:
+        p_k += i_b * skb
+        p_v += i_b * svb
+    else:
+        p_table += i_b * s_table
     j = tl.arange(0, BN)
     o_k = j[:, None] * skn + d[None, :]
     o_v = j[:, None] * svn + dv[None, :]
@@ -67,9 +74,16 @@ def attend_split(
         n = n0 + j
         m_n = n < hi
         # [BN, BD], [BN, BDV]
-        b_k = tl.load(p_k + n0.to(tl.int64) * skn + o_k, mask=m_n[:, None] & (d < D)[None, :], other=0.0)
+        if PAGE == 0:
+            p_kn = p_k + n0.to(tl.int64) * skn + o_k
+            p_vn = p_v + n0.to(tl.int64) * svn + o_v
+        else:
+            page = page_of(n, m_n, p_table, PAGE)
+            p_kn = p_k + key_offset(n, page, skb, skn, PAGE)[:, None] + d[None, :]
+            p_vn = p_v + key_offset(n, page, svb, svn, PAGE)[:, None] + dv[None, :]
+        b_k = tl.load(p_kn, mask=m_n[:, None] & (d < D)[None, :], other=0.0)
         if VALUES:
-            b_v = tl.load(p_v + n0.to(tl.int64) * svn + o_v, mask=m_n[:, None] & (dv < DV)[None, :], other=0.0)
+            b_v = tl.load(p_vn, mask=m_n[:, None] & (dv < DV)[None, :], other=0.0)
         s = to_logits2(dot(b_k, tl.trans(b_q), PRECISION), scale, cap2, CAPPED)  # [BN, BM]
         s = tl.where(m_n[:, None] & (n[:, None] <= last_seen[None, :]), s, float("-inf"))
         if tl.max(tl.max((s > bar[None, :]).to(tl.int32), 1), 0) > 0:
@@ -87,7 +101,8 @@ def attend_split(
                     m_new = tl.maximum(tl.maximum(m, tl.max(s, 0)), s_back)
                     ref = finite(m_new)
                     e_back = tl.exp2(s_back - ref)
-                    p_back = p_v + tl.where(back, top, 0).to(tl.int64) * svn
+                    i_back = tl.where(back, top, 0)
+                    p_back = p_v + key_offset(i_back, page_of(i_back, back, p_table, PAGE), svb, svn, PAGE)
                     b_back = tl.load(p_back[None, :] + dv[:, None], mask=back[None, :] & (dv < DV)[:, None], other=0.0)
                     decay = tl.exp2(m - ref)
                     acc = acc * decay[None, :] + e_back[None, :] * b_back.to(tl.float32)
@@ -118,23 +133,24 @@ def attend_split(
     tl.store(p_part + 3 * ROWS + r, top.to(tl.float32, bitcast=True))
 
 
-@triton.jit(do_not_specialize=["n_keys", "keys_per_split", "n_splits", "H"])
+@triton.jit(do_not_specialize=["n_keys", "keys_per_split", "n_splits", "s_table", "H"])
 def attend_kernel(
-    p_q, p_k, p_v, p_part, p_start,
+    p_q, p_k, p_v, p_part, p_start, p_table, p_lengths,
     n_keys, keys_per_split, n_splits, scale, cap2,
-    sqb, sqh, sqw, skb, skh, skn, svb, svh, svn,
+    sqb, sqh, sqw, skb, skh, skn, svb, svh, svn, s_table,
     H, G: tl.constexpr, W: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     ROWS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
     PADDED: tl.constexpr, CAPPED: tl.constexpr, VALUES: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
+    PAGE: tl.constexpr,
 ):  # fmt: skip
     """Grid (splits · row tiles, B·H); the row tiles of a split are neighbours, so that L2 serves all but one."""
     i = tl.program_id(0)
     attend_split(
         i // (ROWS // BM), i % (ROWS // BM), tl.program_id(1),
-        p_q, p_k, p_v, p_part, p_start,
+        p_q, p_k, p_v, p_part, p_start, p_table, p_lengths,
         n_keys, keys_per_split, n_splits, scale, cap2,
-        sqb, sqh, sqw, skb, skh, skn, svb, svh, svn,
-        H, G, W, D, DV, ROWS, BM, BN, BD, BDV, PADDED, CAPPED, VALUES, PARTS, PRECISION,
+        sqb, sqh, sqw, skb, skh, skn, svb, svh, svn, s_table,
+        H, G, W, D, DV, ROWS, BM, BN, BD, BDV, PADDED, CAPPED, VALUES, PARTS, PRECISION, PAGE,
     )  # fmt: skip
 
 
@@ -160,11 +176,11 @@ def project_row(a, apart, p_m, p_am, DV: tl.constexpr, BDV: tl.constexpr):
 @triton.jit
 def merge_row(
     i_row, i_bh,
-    p_v, p_part, p_sink, p_metric, p_rows,
-    n_splits, svb, svh, svn,
+    p_v, p_part, p_sink, p_metric, p_rows, p_table,
+    n_splits, svb, svh, svn, s_table,
     H, G: tl.constexpr, W: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, BDV: tl.constexpr,
     BS: tl.constexpr, CHUNK: tl.constexpr, SINK: tl.constexpr, VALUES: tl.constexpr, RW: tl.constexpr,
-    METRIC: tl.constexpr,
+    METRIC: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
     """Join a row's splits: its output, log-sum-exp, dominant key and that key's cost².
 
@@ -207,11 +223,17 @@ def merge_row(
     if VALUES:
         weight += tl.sum(tl.exp2(joins - finite(m)), 0)
         m_dv = dv < DV
-        p_v += i_b * svb + i_h.to(tl.int64) * svh
-        p_top = p_v + tl.maximum(top, 0).to(tl.int64) * svn
+        p_v += i_h.to(tl.int64) * svh
+        if PAGE == 0:
+            p_v += i_b * svb
+        else:
+            p_table += i_b * s_table
+        i_top = tl.maximum(top, 0)
+        p_top = p_v + key_offset(i_top, page_of(i_top, top >= 0, p_table, PAGE), svb, svn, PAGE)
         v_top = tl.load(p_top + dv, mask=m_dv & (top + tl.zeros([BDV], tl.int32) >= 0), other=0.0).to(tl.float32)
         if BS <= CHUNK:
-            p_j = p_v + tl.where(joins > float("-inf"), bits, 0).to(tl.int64) * svn
+            i_j = tl.where(joins > float("-inf"), bits, 0)
+            p_j = p_v + key_offset(i_j, page_of(i_j, joins > float("-inf"), p_table, PAGE), svb, svn, PAGE)
             b_v = tl.load(p_j[:, None] + dv[None, :], mask=(joins > float("-inf"))[:, None] & m_dv[None, :], other=0.0)
             acc = tl.sum(b_acc * tl.exp2(ms - finite(m))[:, None], 0)
             acc += tl.sum(b_v.to(tl.float32) * tl.exp2(joins - finite(m))[:, None], 0)
@@ -226,7 +248,8 @@ def merge_row(
                 m_part = tl.load(p_c + ROWS * WIDTH + i_row, mask=m_c, other=float("-inf"))
                 s_j = tl.load(p_c + ROWS * WIDTH + 2 * ROWS + i_row, mask=m_c & (c != winner), other=float("-inf"))
                 i_j = tl.load(p_c + ROWS * WIDTH + 3 * ROWS + i_row, mask=m_c, other=0.0).to(tl.int32, bitcast=True)
-                p_j = p_v + tl.where(s_j > float("-inf"), i_j, 0).to(tl.int64) * svn
+                i_j = tl.where(s_j > float("-inf"), i_j, 0)
+                p_j = p_v + key_offset(i_j, page_of(i_j, s_j > float("-inf"), p_table, PAGE), svb, svn, PAGE)
                 m_j = (s_j > float("-inf"))[:, None] & m_dv[None, :]
                 b_v = tl.load(p_j[:, None] + dv[None, :], mask=m_j, other=0.0)
                 acc += tl.sum(b_part * tl.exp2(m_part - finite(m))[:, None], 0)
@@ -255,16 +278,16 @@ def merge_row(
     tl.store(p_words, lse2)
 
 
-@triton.jit(do_not_specialize=["n_splits", "H"])
+@triton.jit(do_not_specialize=["n_splits", "s_table", "H"])
 def merge_kernel(
-    p_v, p_part, p_sink, p_metric, p_rows,
-    n_splits, svb, svh, svn,
+    p_v, p_part, p_sink, p_metric, p_rows, p_table,
+    n_splits, svb, svh, svn, s_table,
     H, G: tl.constexpr, W: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, BDV: tl.constexpr,
     BS: tl.constexpr, CHUNK: tl.constexpr, SINK: tl.constexpr, VALUES: tl.constexpr, RW: tl.constexpr,
-    METRIC: tl.constexpr,
+    METRIC: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
     """Grid (ROWS, B·H)."""
     merge_row(
-        tl.program_id(0), tl.program_id(1), p_v, p_part, p_sink, p_metric, p_rows, n_splits, svb, svh, svn,
-        H, G, W, DV, ROWS, BDV, BS, CHUNK, SINK, VALUES, RW, METRIC,
+        tl.program_id(0), tl.program_id(1), p_v, p_part, p_sink, p_metric, p_rows, p_table,
+        n_splits, svb, svh, svn, s_table, H, G, W, DV, ROWS, BDV, BS, CHUNK, SINK, VALUES, RW, METRIC, PAGE,
     )  # fmt: skip

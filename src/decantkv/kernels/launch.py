@@ -37,6 +37,20 @@ MAX_DIM = 256
 CHUNK_BLOCK = 1024  # keys a program sums chunks of
 
 
+class Pages(NamedTuple):
+    """Where the keys of paged storage lie.
+
+    Attributes:
+        table: [R, nblocks] int32, the last dimension contiguous.
+        lengths: [R] integers on the device.
+        n_keys: the most keys a row has, the width of the scores.
+    """
+
+    table: Tensor
+    lengths: Tensor
+    n_keys: int
+
+
 class Task(NamedTuple):
     """What is computed: a quantity's name and options, as `decantkv.kernels.window_scores` documents them."""
 
@@ -76,7 +90,7 @@ class Prepared:
     part_words: int
     row_width: int
     row_words: int
-    scalars: tuple[int | float, ...]
+    scalars: tuple[int, int, int, float, float]
     strides: tuple[int, ...]
     attend: Launch
     merge: Launch
@@ -122,9 +136,13 @@ def launch_scores(
     kernel_size: int = 1,
     chunk: int = 4,
     output_projection: Tensor | None = None,
+    pages: Pages | None = None,
     plan_: Plan | None = None,
 ) -> Tensor:
-    """Run the kernels; arguments as in `decantkv.kernels.window_scores`, already checked."""
+    """Run the kernels; arguments as in `decantkv.kernels.window_scores`, already checked.
+
+    With `pages`, k and v are [blocks, H, block_size, D] views of the storage.
+    """
     task = Task(quantity, reduce, row_pool, kernel_size, chunk, output_projection is not None)
     if q.stride(3) != 1:
         q = q.contiguous()
@@ -139,15 +157,17 @@ def launch_scores(
         None if out is None else out.stride(), None if lse is None else lse.dtype,
         None if start is None else start.dtype, None if sink_logits is None else sink_logits.dtype,
         softcap, scale, task, plan_, aligned(q, k, v, out, lse, start, sink_logits),
+        None if pages is None else (pages.n_keys, pages.lengths.dtype, aligned(pages.table, pages.lengths)),
     )  # fmt: skip
     known = _prepared.get(key)
     if known is None:
         if len(_prepared) >= _PREPARED_LIMIT:
             _prepared.clear()
         padded, sink = start is not None, sink_logits is not None
-        known = _prepared[key] = prepare(q, k, v, scale, softcap, task, padded, sink, lse is not None, plan_)
+        n_keys = None if pages is None else pages.n_keys
+        known = _prepared[key] = prepare(q, k, v, scale, softcap, task, padded, sink, lse is not None, n_keys, plan_)
     with on_device(k.device):
-        return _run(known, q, k, v, start, sink_logits, out, lse, *weighing)
+        return _run(known, q, k, v, start, pages, sink_logits, out, lse, *weighing)
 
 
 def prepare(
@@ -160,11 +180,13 @@ def prepare(
     padded: bool,
     sink: bool,
     hints: bool,
+    paged_keys: int | None = None,
     plan_: Plan | None = None,
 ) -> Prepared:
-    """Bind every launch of a call to its constants."""
-    batch, heads, n_keys, dim = k.shape
-    v_dim, window = v.shape[3], q.shape[2]
+    """Bind every launch of a call to its constants; `paged_keys` is the width of the scores of paged storage."""
+    batch, heads, v_dim, window = q.shape[0], k.shape[1], v.shape[3], q.shape[2]
+    page, n_keys = (0, k.shape[2]) if paged_keys is None else (k.shape[2], paged_keys)
+    dim = k.shape[3]
     group, groups = q.shape[1] // heads, batch * heads
     device, kind = device_of(k.device), task.kind
     tile = row_tile(dim, v_dim, k.element_size(), device)
@@ -188,7 +210,9 @@ def prepare(
     width = {"RW": row_width}
     modes = {"PADDED": padded, "CAPPED": softcap is not None}
     pooling = {"POOL": task.pool, "KERNEL": task.kernel_size}
-    numbers = {"PARTS": 2 if k.dtype == torch.bfloat16 else 1, "PRECISION": precision_of(k.dtype, device)}
+    paging = {"PAGE": page}
+    precision = precision_of(k.dtype, device)
+    numbers = {"PARTS": 2 if k.dtype == torch.bfloat16 else 1, "PRECISION": precision, **paging}
     a_blocks = {**shape, "BM": chosen.attend.rows, "BN": chosen.attend.keys, **tiles}
     b_blocks = {**shape, "BM": chosen.score.rows, "BN": chosen.score.keys, **tiles}
     merging = {
@@ -211,7 +235,7 @@ def prepare(
         attend=Launch(attend_kernel, {**a_blocks, **modes, "VALUES": values, **numbers}, **a_options),
         merge=Launch(
             merge_kernel,
-            {**merging, "VALUES": values, **width, "METRIC": kind == OUTPUT_PERTURBATION},
+            {**merging, "VALUES": values, **width, "METRIC": kind == OUTPUT_PERTURBATION, **paging},
             warps=4,
         ),
         pull=Launch(
@@ -233,13 +257,15 @@ def prepare(
             warps=1,
         ),
         chunk_sum=Launch(
-            chunk_sum_kernel, {"W": window, "CHUNK": task.chunk, "PADDED": padded, "BN": CHUNK_BLOCK}, warps=4
+            chunk_sum_kernel,
+            {"W": window, "CHUNK": task.chunk, "PADDED": padded, "BN": CHUNK_BLOCK, **paging},
+            warps=4,
         ),
         norm=Launch(
             norm_kernel,
             {
                 "G": group, "DV": v_dim, "BDV": bdv, "BE": min(norms.rows, bdv), "BN": norms.keys,
-                "PRECISION": numbers["PRECISION"],
+                "PRECISION": precision, **paging,
             },
             warps=norms.warps, stages=norms.stages,
         ),
@@ -253,51 +279,78 @@ def _run(
     k: Tensor,
     v: Tensor,
     start: Tensor | None,
+    pages: Pages | None,
     sink_logits: Tensor | None,
     out: Tensor | None,
     lse: Tensor | None,
     metric: Tensor | None,
     unit: Tensor | None,
 ) -> Tensor:
-    heads, n_keys, splits, kind = k.shape[1], k.shape[2], p.plan.splits, p.task.kind
+    batch, heads, n_keys, splits, kind = q.shape[0], k.shape[1], p.scalars[0], p.plan.splits, p.task.kind
     strides_v = p.strides[6:]
+    table, lengths, s_table = (None, None, 0) if pages is None else (pages.table, pages.lengths, pages.table.stride(0))
     stream = current_stream(k.device)
-    scores = torch.empty(k.shape[:3], dtype=torch.float32, device=k.device)
+    scores = torch.empty((batch, heads, n_keys), dtype=torch.float32, device=k.device)
     tokens = torch.empty_like(scores) if kind == PULL else scores
     scratch = torch.empty(p.part_words + p.row_words, dtype=torch.float32, device=k.device)
     strides_out = v.stride()[:3] if out is None else out.stride()[:3]
-    norms = k.new_empty((k.shape[0], q.shape[1], n_keys), dtype=torch.float32) if metric is not None else None
-    tensors = (q, k, v, start, sink_logits, out, lse, metric, unit, norms, tokens)
+    norms = k.new_empty((batch, q.shape[1], n_keys), dtype=torch.float32) if metric is not None else None
+    tensors = (q, k, v, start, sink_logits, out, lse, metric, unit, norms, table, lengths, tokens)
     at: tuple[Any, ...]
     if p.last.ready:
         base = scratch.data_ptr()
         at = (*map(address, tensors), base, base + 4 * p.part_words)
     else:
         at = (*tensors, scratch, scratch[p.part_words :])
-    p_q, p_k, p_v, p_start, p_sink, p_out, p_lse, p_metric, p_unit, p_norm, p_tokens, p_part, p_rows = at
+    (
+        p_q,
+        p_k,
+        p_v,
+        p_start,
+        p_sink,
+        p_out,
+        p_lse,
+        p_metric,
+        p_unit,
+        p_norm,
+        p_table,
+        p_lengths,
+        p_tokens,
+        p_part,
+        p_rows,
+    ) = at
     a_programs = (splits * (p.rows // p.plan.attend.rows), p.groups, 1)
     if not p.one_pass:
         p_out, p_lse = p_v, p_rows
-        p.attend(a_programs, stream, p_q, p_k, p_v, p_part, p_start, *p.scalars, *p.strides, heads)
-        p.merge((p.rows, p.groups, 1), stream, p_v, p_part, p_sink, p_metric, p_rows, splits, *strides_v, heads)
+        p.attend(
+            a_programs, stream, p_q, p_k, p_v, p_part, p_start, p_table, p_lengths,
+            *p.scalars, *p.strides, s_table, heads,
+        )  # fmt: skip
+        p.merge(
+            (p.rows, p.groups, 1), stream, p_v, p_part, p_sink, p_metric, p_rows, p_table,
+            splits, *strides_v, s_table, heads,
+        )  # fmt: skip
     if kind == PULL:
-        p.pull(a_programs, stream, p_q, p_k, p_v, p_rows, p_part, p_start, *p.scalars, *p.strides, heads)
+        p.pull(
+            a_programs, stream, p_q, p_k, p_v, p_rows, p_part, p_start, p_table, p_lengths,
+            *p.scalars, *p.strides, s_table, heads,
+        )  # fmt: skip
         width = p.rows * p.row_width
         parts = scratch[: p.groups * splits * width].view(p.groups, splits, width)
         torch.sum(parts, 1, out=scratch[p.part_words :].view(p.groups, -1)[:, :width])
     if metric is not None:
-        blocks = (-(-n_keys // p.norm_keys), k.shape[0] * q.shape[1], 1)
-        p.norm(blocks, stream, p_v, p_metric, p_norm, n_keys, *strides_v, heads)
+        blocks = (-(-n_keys // p.norm_keys), batch * q.shape[1], 1)
+        p.norm(blocks, stream, p_v, p_metric, p_norm, p_table, p_lengths, n_keys, *strides_v, s_table, heads)
     p.score(
         (splits, p.groups, 1), stream,
-        p_q, p_k, p_v, p_v if p_out is None else p_out, p_lse, p_rows, p_tokens, p_part, p_start, p_norm, p_unit,
-        *p.scalars, *p.strides, *strides_out, heads,
+        p_q, p_k, p_v, p_v if p_out is None else p_out, p_lse, p_rows, p_tokens, p_part, p_start,
+        p_table, p_lengths, p_norm, p_unit, *p.scalars, *p.strides, *strides_out, s_table, heads,
     )  # fmt: skip
     if p.rescues:
         p.dominant_cost((p.rows, p.groups, 1), stream, p_v, p_part, p_lse, p_sink, p_rows, splits, *strides_v, heads)
         p.add_dominant((p.groups, 1, 1), stream, p_tokens, p_rows, n_keys)
     if kind == PULL:
-        ends = (tokens, scores, start)
+        ends = (tokens, scores, start, lengths)
         p.chunk_sum(
             (-(-n_keys // CHUNK_BLOCK), p.groups, 1), stream,
             *(map(address, ends) if p.last.ready else ends), n_keys, heads,

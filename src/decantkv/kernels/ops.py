@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from decantkv.kernels.compaction import launch_gather, launch_select
-from decantkv.kernels.launch import launch_scores
+from decantkv.kernels.launch import Pages, launch_scores
+from decantkv.kernels.move import launch_compact
 
 
 @torch.library.custom_op("decantkv::window_scores", mutates_args=())
@@ -103,3 +104,75 @@ def gather_kv(k: Tensor, v: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
 @gather_kv.register_fake
 def _(k: Tensor, v: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
     return k.new_empty(*indices.shape, k.shape[3]), v.new_empty(*indices.shape, v.shape[3])
+
+
+@torch.library.custom_op("decantkv::score_paged", mutates_args=())
+def score_paged(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    scale: float,
+    softcap: float | None,
+    sink_logits: Tensor | None,
+    quantity: str,
+    reduce: str,
+    row_pool: str,
+    kernel_size: int,
+    chunk: int,
+    output_projection: Tensor | None,
+    n_keys: int,
+) -> Tensor:
+    """`decantkv.kernels.paged.score_paged` as an op."""
+    return launch_scores(
+        q, k_cache.transpose(1, 2), v_cache.transpose(1, 2), scale, softcap=softcap, sink_logits=sink_logits,
+        quantity=quantity, reduce=reduce, row_pool=row_pool, kernel_size=kernel_size, chunk=chunk,
+        output_projection=output_projection, pages=Pages(block_table, lengths.contiguous(), n_keys),
+    )  # fmt: skip
+
+
+@score_paged.register_fake
+def _(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    scale: float,
+    softcap: float | None,
+    sink_logits: Tensor | None,
+    quantity: str,
+    reduce: str,
+    row_pool: str,
+    kernel_size: int,
+    chunk: int,
+    output_projection: Tensor | None,
+    n_keys: int,
+) -> Tensor:
+    return q.new_empty((q.shape[0], k_cache.shape[2], n_keys), dtype=torch.float32)
+
+
+@torch.library.custom_op("decantkv::compact_paged", mutates_args=("k_cache", "v_cache"))
+def compact_paged(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    index: Tensor,
+    first_block: Tensor,
+    counts: Tensor | None,
+) -> None:
+    """`decantkv.kernels.paged.compact_paged` as an op."""
+    launch_compact(k_cache, v_cache, block_table, index, first_block, counts)
+
+
+@compact_paged.register_fake
+def _(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    index: Tensor,
+    first_block: Tensor,
+    counts: Tensor | None,
+) -> None:
+    return None

@@ -41,6 +41,33 @@ def to_logits2(products, scale, cap2, CAPPED: tl.constexpr):
 
 
 @triton.jit
+def keys_of(p_lengths, i_b, n_keys, PAGE: tl.constexpr):
+    """How many keys a batch row has: all, or with pages as many as the row says."""
+    if PAGE == 0:
+        return n_keys
+    else:
+        return tl.load(p_lengths + i_b).to(tl.int32)
+
+
+@triton.jit
+def page_of(n, inside, p_table, PAGE: tl.constexpr):
+    """The page each key lies in, from its row's table; of no meaning without pages (PAGE 0, else keys a page)."""
+    if PAGE == 0:
+        return n
+    else:
+        return tl.load(p_table + n // PAGE, mask=inside, other=0).to(tl.int64)
+
+
+@triton.jit
+def key_offset(n, page, s_page, s_key, PAGE: tl.constexpr):
+    """Where the keys n start, in elements from key 0 of their head: strides apart, or in their pages."""
+    if PAGE == 0:
+        return n.to(tl.int64) * s_key
+    else:
+        return page * s_page + (n % PAGE).to(tl.int64) * s_key
+
+
+@triton.jit
 def finite(x):
     """−inf becomes 0, so that differences of maxima over nothing are no NaN."""
     return tl.where(x == float("-inf"), 0.0, x)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from decantkv.kernels.primitives import dot, normal_or_zero, to_logits2
+from decantkv.kernels.primitives import dot, key_offset, keys_of, normal_or_zero, page_of, to_logits2
 
 PERTURBATION = 0  # DropKV's cost [p/(1−p)·‖a−v‖]²
 MASS = 1  # SnapKV's weight p
@@ -37,9 +37,9 @@ def weights(b_k, b_q, lse2, scale, cap2, CAPPED: tl.constexpr, PRECISION: tl.con
 
 @triton.jit
 def pooled_weights(
-    n, p_k, start, n_keys, b_q, last_seen, lse2, scale, cap2, skn,
+    n, p_k, p_table, start, n_keys, b_q, last_seen, lse2, scale, cap2, skb, skn,
     W: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr,
-    POOL: tl.constexpr, KERNEL: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
+    POOL: tl.constexpr, KERNEL: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
     """p [BN, BM] of the keys n, each row's pooled over KERNEL keys before the window; the window's as they are.
 
@@ -52,7 +52,7 @@ def pooled_weights(
         i = tl.where(n < edge, n + o - KERNEL // 2, n)  # a key of the window is its own neighbour
         inside = (i >= start) & (i < tl.where(n < edge, edge, n_keys))
         # [BN, BD]
-        p_i = p_k + i.to(tl.int64)[:, None] * skn + d[None, :]
+        p_i = p_k + key_offset(i, page_of(i, inside, p_table, PAGE), skb, skn, PAGE)[:, None] + d[None, :]
         b_k = tl.load(p_i, mask=inside[:, None] & (d < D)[None, :], other=0.0)
         p = weights(b_k, b_q, lse2, scale, cap2, CAPPED, PRECISION)
         p = tl.where(inside[:, None] & (i[:, None] <= last_seen[None, :]), p, 0.0)
@@ -183,14 +183,14 @@ def load_rows(
 @triton.jit
 def score_split(
     i_split, i_bh,
-    p_q, p_k, p_v, p_out, p_lse, p_rows, p_score, p_part, p_start, p_norm, p_unit,
+    p_q, p_k, p_v, p_out, p_lse, p_rows, p_score, p_part, p_start, p_table, p_lengths, p_norm, p_unit,
     n_keys, keys_per_split, n_splits, scale, cap2,
-    sqb, sqh, sqw, skb, skh, skn, svb, svh, svn, sob, soh, sow,
+    sqb, sqh, sqw, skb, skh, skn, svb, svh, svn, sob, soh, sow, s_table,
     H, G: tl.constexpr, W: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     ROWS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
     RW: tl.constexpr, PADDED: tl.constexpr, CAPPED: tl.constexpr, QUANTITY: tl.constexpr,
     MAX: tl.constexpr, POOL: tl.constexpr, KERNEL: tl.constexpr, ONE_PASS: tl.constexpr, A_PARTS: tl.constexpr,
-    PARTS: tl.constexpr, PRECISION: tl.constexpr,
+    PARTS: tl.constexpr, PRECISION: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
     """Scores of one split, last tile first: kernel A has just left the ends of its splits in L2."""
     SINGLE: tl.constexpr = ROWS == BM
@@ -202,18 +202,24 @@ def score_split(
     d = tl.arange(0, BD)
     dv = tl.arange(0, BDV)
     lo = i_split * keys_per_split
-    hi = tl.minimum(lo + keys_per_split, n_keys)
+    n_row = keys_of(p_lengths, i_b, n_keys, PAGE)
+    hi = tl.minimum(lo + keys_per_split, n_row)
     start = 0
     if PADDED:
         start = tl.load(p_start + i_b).to(tl.int32)
-    p_k += i_b * skb + i_h.to(tl.int64) * skh
-    p_v += i_b * svb + i_h.to(tl.int64) * svh
+    p_k += i_h.to(tl.int64) * skh
+    p_v += i_h.to(tl.int64) * svh
+    if PAGE == 0:
+        p_k += i_b * skb
+        p_v += i_b * svb
+    else:
+        p_table += i_b * s_table
     p_score += i_bh.to(tl.int64) * n_keys
     o_k = j[:, None] * skn + d[None, :]
     o_v = j[:, None] * svn + dv[None, :]
     if SINGLE:
         b_q, last_seen, lse2, a_hi, a_lo, a_norm, top, top_cost = load_rows(
-            0, i_bh, p_q, p_out, p_lse, p_rows, n_keys, sqb, sqh, sqw, sob, soh, sow,
+            0, i_bh, p_q, p_out, p_lse, p_rows, n_row, sqb, sqh, sqw, sob, soh, sow,
             H, G, W, D, DV, ROWS, BM, BD, BDV, RW, QUANTITY, ONE_PASS, A_PARTS,
         )  # fmt: skip
     if RESCUE:
@@ -228,20 +234,27 @@ def score_split(
         m_n = n < hi
         m_real = m_n & (n >= start)
         # [BN, BD], [BN, BDV]
+        if PAGE == 0:
+            p_kn = p_k + n0.to(tl.int64) * skn + o_k
+            p_vn = p_v + n0.to(tl.int64) * svn + o_v
+        else:
+            page = page_of(n, m_n, p_table, PAGE)
+            p_kn = p_k + key_offset(n, page, skb, skn, PAGE)[:, None] + d[None, :]
+            p_vn = p_v + key_offset(n, page, svb, svn, PAGE)[:, None] + dv[None, :]
         b_k = o_k
         if POOL == _NO_POOL:
-            b_k = tl.load(p_k + n0.to(tl.int64) * skn + o_k, mask=m_n[:, None] & (d < D)[None, :], other=0.0)
+            b_k = tl.load(p_kn, mask=m_n[:, None] & (d < D)[None, :], other=0.0)
         b_v = b_k
         if QUANTITY != _MASS:
-            b_v = tl.load(p_v + n0.to(tl.int64) * svn + o_v, mask=m_n[:, None] & (dv < DV)[None, :], other=0.0)
+            b_v = tl.load(p_vn, mask=m_n[:, None] & (dv < DV)[None, :], other=0.0)
         if SINGLE:
             if POOL == _NO_POOL:
                 p = weights(b_k, b_q, lse2, scale, cap2, CAPPED, PRECISION)
                 p = tl.where((n[:, None] <= last_seen[None, :]) & m_real[:, None], p, 0.0)
             else:
                 p = pooled_weights(
-                    n, p_k, start, n_keys, b_q, last_seen, lse2, scale, cap2, skn,
-                    W, D, BN, BM, BD, POOL, KERNEL, CAPPED, PRECISION,
+                    n, p_k, p_table, start, n_row, b_q, last_seen, lse2, scale, cap2, skb, skn,
+                    W, D, BN, BM, BD, POOL, KERNEL, CAPPED, PRECISION, PAGE,
                 )  # fmt: skip
                 p = tl.where(m_real[:, None], p, 0.0)
             if RESCUE:
@@ -266,7 +279,7 @@ def score_split(
             total = tl.full([BN], float("-inf") if MAX and SIGNED else 0.0, tl.float32)
             for i_tile in range(0, ROWS // BM):
                 q_t, last_t, lse2_t, hi_t, lo_t, norm_t, top_t, top_cost_t = load_rows(
-                    i_tile, i_bh, p_q, p_out, p_lse, p_rows, n_keys, sqb, sqh, sqw, sob, soh, sow,
+                    i_tile, i_bh, p_q, p_out, p_lse, p_rows, n_row, sqb, sqh, sqw, sob, soh, sow,
                     H, G, W, D, DV, ROWS, BM, BD, BDV, RW, QUANTITY, ONE_PASS, A_PARTS,
                 )  # fmt: skip
                 if POOL == _NO_POOL:
@@ -274,8 +287,8 @@ def score_split(
                     p = tl.where((n[:, None] <= last_t[None, :]) & m_real[:, None], p, 0.0)
                 else:
                     p = pooled_weights(
-                        n, p_k, start, n_keys, q_t, last_t, lse2_t, scale, cap2, skn,
-                        W, D, BN, BM, BD, POOL, KERNEL, CAPPED, PRECISION,
+                        n, p_k, p_table, start, n_row, q_t, last_t, lse2_t, scale, cap2, skb, skn,
+                        W, D, BN, BM, BD, POOL, KERNEL, CAPPED, PRECISION, PAGE,
                     )  # fmt: skip
                     p = tl.where(m_real[:, None], p, 0.0)
                 cost = costs(
@@ -292,6 +305,9 @@ def score_split(
             total *= tl.load(p_unit + i_h)  # what M is held relative to
         tl.store(p_score + n, normal_or_zero(total), mask=m_n)
 
+    if PAGE != 0:  # behind a row's end nothing may be chosen
+        for n0 in range(tl.maximum(lo, n_row), tl.minimum(lo + keys_per_split, n_keys), BN):
+            tl.store(p_score + n0 + j, tl.full([BN], float("-inf"), tl.float32), mask=n0 + j < n_keys)
     if RESCUE:
         r = tl.arange(0, BM)
         p_part += (i_bh * n_splits + i_split).to(tl.int64) * (ROWS * (BDV + 2))
@@ -300,25 +316,25 @@ def score_split(
         tl.store(p_part + ROWS * BDV + ROWS + r, tl.max(hot, 0).to(tl.float32, bitcast=True))
 
 
-@triton.jit(do_not_specialize=["n_keys", "keys_per_split", "n_splits", "H"])
+@triton.jit(do_not_specialize=["n_keys", "keys_per_split", "n_splits", "s_table", "H"])
 def score_kernel(
-    p_q, p_k, p_v, p_out, p_lse, p_rows, p_score, p_part, p_start, p_norm, p_unit,
+    p_q, p_k, p_v, p_out, p_lse, p_rows, p_score, p_part, p_start, p_table, p_lengths, p_norm, p_unit,
     n_keys, keys_per_split, n_splits, scale, cap2,
-    sqb, sqh, sqw, skb, skh, skn, svb, svh, svn, sob, soh, sow,
+    sqb, sqh, sqw, skb, skh, skn, svb, svh, svn, sob, soh, sow, s_table,
     H, G: tl.constexpr, W: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     ROWS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
     RW: tl.constexpr, PADDED: tl.constexpr, CAPPED: tl.constexpr, QUANTITY: tl.constexpr,
     MAX: tl.constexpr, POOL: tl.constexpr, KERNEL: tl.constexpr, ONE_PASS: tl.constexpr, A_PARTS: tl.constexpr,
-    PARTS: tl.constexpr, PRECISION: tl.constexpr,
+    PARTS: tl.constexpr, PRECISION: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
     """Grid (splits, B·H). Every score [B·H, N] is written, pads and unseen keys as 0."""
     score_split(
         tl.program_id(0), tl.program_id(1),
-        p_q, p_k, p_v, p_out, p_lse, p_rows, p_score, p_part, p_start, p_norm, p_unit,
+        p_q, p_k, p_v, p_out, p_lse, p_rows, p_score, p_part, p_start, p_table, p_lengths, p_norm, p_unit,
         n_keys, keys_per_split, n_splits, scale, cap2,
-        sqb, sqh, sqw, skb, skh, skn, svb, svh, svn, sob, soh, sow,
+        sqb, sqh, sqw, skb, skh, skn, svb, svh, svn, sob, soh, sow, s_table,
         H, G, W, D, DV, ROWS, BM, BN, BD, BDV, RW, PADDED, CAPPED, QUANTITY, MAX, POOL, KERNEL,
-        ONE_PASS, A_PARTS, PARTS, PRECISION,
+        ONE_PASS, A_PARTS, PARTS, PRECISION, PAGE,
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from decantkv.kernels.primitives import dot
+from decantkv.kernels.primitives import dot, key_offset, keys_of, page_of
 
 WIDENED_BYTES = 16 * 2**20  # of W_O at once
 
@@ -33,12 +33,12 @@ def output_metric(output_projection: Tensor, heads: int) -> tuple[Tensor, Tensor
     return metric, unit
 
 
-@triton.jit(do_not_specialize=["n_keys", "H"])
+@triton.jit(do_not_specialize=["n_keys", "s_table", "H"])
 def norm_kernel(
-    p_v, p_metric, p_norm,
-    n_keys, svb, svh, svn,
+    p_v, p_metric, p_norm, p_table, p_lengths,
+    n_keys, svb, svh, svn, s_table,
     H, G: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr, BE: tl.constexpr, BN: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of keys, B·HQ): v·M·vᵀ [B, HQ, N] float32, BE columns of M at a time."""
     i_bq = tl.program_id(1)
@@ -46,8 +46,13 @@ def norm_kernel(
     i_q = i_bq % (H * G)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     dv = tl.arange(0, BDV)
-    m_n = n < n_keys
-    p_vn = p_v + i_b * svb + (i_q // G).to(tl.int64) * svh + n.to(tl.int64)[:, None] * svn
+    m_n = n < keys_of(p_lengths, i_b, n_keys, PAGE)
+    p_v += (i_q // G).to(tl.int64) * svh
+    if PAGE == 0:
+        p_v += i_b * svb
+    else:
+        p_table += i_b * s_table
+    p_vn = (p_v + key_offset(n, page_of(n, m_n, p_table, PAGE), svb, svn, PAGE))[:, None]
     p_m = p_metric + i_q.to(tl.int64) * (DV * DV)
     # [BN, BDV]
     b_v = tl.load(p_vn + dv[None, :], mask=m_n[:, None] & (dv < DV)[None, :], other=0.0)
