@@ -109,3 +109,41 @@ def test_a_step_takes_no_memory_once_room_is_there():
         for _ in range(50):
             llama(torch.tensor([[7]], device="cuda"), **{name: cache})
     assert cache.nbytes() == before
+
+
+def test_a_step_that_waits_is_found_before_it_is_captured():
+    llama, inputs = model(), on_gpu(INPUTS["one"])
+    hook = llama.model.layers[1].register_forward_hook(lambda m, a, out: float(out.sum()) and None)
+    with (
+        decantkv.attach(llama, budget=0.3, decode="own") as run,
+        pytest.warns(UserWarning, match="synchronizing CUDA operation"),
+    ):
+        llama.generate(**inputs, max_new_tokens=8, **tiny.GREEDY)
+    hook.remove()
+    assert (run.trust.replayed, torch.cuda.get_sync_debug_mode()) == (0, 0)
+    with decantkv.attach(llama, budget=0.3, decode="own") as run:  # nothing is left behind: sampling, new graphs
+        llama.generate(**inputs, max_new_tokens=8, do_sample=True)
+    assert (run.trust.broken, run.trust.replayed) == (None, 6)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_graphs_on_another_gpu_than_the_current_one():
+    llama = model().to("cuda:1")
+    inputs = {name: x.to("cuda:1") for name, x in INPUTS["one"].items()}
+    with decantkv.attach(llama, budget=0.3, decode="model"):
+        plain = llama.generate(**inputs, max_new_tokens=12, **tiny.GREEDY)
+    with decantkv.attach(llama, budget=0.3, decode="own") as run:
+        assert torch.equal(llama.generate(**inputs, max_new_tokens=12, **tiny.GREEDY), plain)
+    assert (run.trust.broken, run.trust.replayed) == (None, 10)
+
+
+def test_recording_again_and_again_leaves_no_memory_behind():
+    llama, inputs = model(torch.bfloat16), on_gpu(INPUTS["one"])
+    held = []
+    with decantkv.attach(llama, budget=0.3, decode="own") as run:
+        for _ in range(6):
+            llama.generate(**inputs, max_new_tokens=12, **tiny.GREEDY)
+            torch.cuda.empty_cache()
+            held.append(torch.cuda.memory_reserved())
+    assert run.trust.broken is None
+    assert held[-1] <= held[1]

@@ -15,6 +15,7 @@ import decantkv
 from decantkv import graphs, ragged
 from decantkv.cache import EvictingCache, cache_argument
 from tests import tiny
+from tests.families import build
 
 STEPS = 12
 
@@ -55,6 +56,18 @@ class Tape(TorchDispatchMode):
                 put(old, new)
 
 
+WAITS = ("_local_scalar_dense", "item", "nonzero", "masked_select", "unique", "is_nonzero", "equal")
+
+
+class NoWaiting(TorchDispatchMode):
+    """Every operation for whose result the host would wait is an error, as under CUDA's own debug mode."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if str(func).removeprefix("aten.").split(".")[0] in WAITS:
+            raise RuntimeError("called a synchronizing CUDA operation")
+        return func(*args, **(kwargs or {}))
+
+
 @pytest.fixture
 def tape(monkeypatch):
     """CUDA's capture in the tape's hands, and attention over lanes whose lengths stay on the device."""
@@ -70,19 +83,24 @@ def tape(monkeypatch):
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)
 
     @contextmanager
-    def capture(graph, **_):
+    def capturing(device):
+        recorded = Tape()
         try:
-            with graph:
-                yield
-            tapes.append(graph)
+            with recorded:
+                yield recorded
+            tapes.append(recorded)
         finally:
-            graph.undo()
+            recorded.undo()
+
+    @contextmanager
+    def rehearsing(device):
+        with NoWaiting():
+            yield
 
     monkeypatch.setattr(ragged.RaggedStore, "attend", attend)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Tape)
-    monkeypatch.setattr(torch.cuda, "graph", capture)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
-    monkeypatch.setattr(graphs, "_on_gpu", lambda ids: True)
+    monkeypatch.setattr(graphs, "_capturing", capturing)
+    monkeypatch.setattr(graphs, "_rehearsing", rehearsing)
+    monkeypatch.setattr(graphs, "on_gpu", lambda x: True)
     return tapes
 
 
@@ -163,11 +181,45 @@ def test_a_graph_that_is_wrong_is_found_out_and_left(tape, monkeypatch):
 def test_a_step_that_cannot_be_recorded_goes_on_without(tape):
     model = tiny.llama()
     hook = model.model.layers[1].register_forward_hook(lambda m, a, out: float(out.sum()) and None)
-    with pytest.warns(UserWarning, match="not permitted when stream is capturing"):
+    with pytest.warns(UserWarning, match="called a synchronizing CUDA operation"):
         plain, graphed, run = both(model, INPUTS["one"])
     hook.remove()
     assert torch.equal(plain.sequences, graphed.sequences)
+    assert (run.trust.replayed, tape) == (0, [])
+
+
+def test_a_capture_that_fails_after_all_goes_on_without(tape, monkeypatch):
+    @contextmanager
+    def failing(device):
+        yield None
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(graphs, "_capturing", failing)
+    with pytest.warns(UserWarning, match="out of memory"):
+        plain, graphed, run = both(tiny.llama(), INPUTS["padded"])
+    assert torch.equal(plain.sequences, graphed.sequences)
     assert run.trust.replayed == 0
+
+
+def test_no_step_of_a_graph_lets_the_host_wait(tape):
+    """What CUDA's capture forbids: the rehearsal is guarded, and a guard of its own watches each recording."""
+    model, calls = tiny.llama(), []
+    with decantkv.attach(model, budget=0.3, decode="own", every=6, decode_budget=26) as run:
+        bare = graphs.StepGraphs._bare
+
+        def watched(self, *args):
+            with NoWaiting():
+                out = bare(self, *args)
+            calls.append(1)
+            return out
+
+        graphs.StepGraphs._bare = watched
+        try:
+            model.generate(**INPUTS["padded"], max_new_tokens=30, **tiny.GREEDY)
+        finally:
+            graphs.StepGraphs._bare = bare
+    assert len(calls) == 2, "a rehearsal and a recording"
+    assert run.trust.replayed == 28
 
 
 def test_forks_turns_and_other_outputs_leave_the_graph(tape):
@@ -184,6 +236,9 @@ def test_forks_turns_and_other_outputs_leave_the_graph(tape):
         )
         assert run.trust.replayed == replayed
     assert torch.equal(wide.sequences, out.sequences)
+    left = run.report().eager_steps
+    assert left == {"the cache is a copy": 5, "attentions or hidden states are wanted": 5}
+    assert "5 steps without a CUDA graph: the cache is a copy" in str(run.report())
 
 
 @pytest.mark.parametrize("name", INPUTS)
@@ -200,9 +255,10 @@ def test_beams_move_rows_about_and_are_not_recorded_each_step(tape):
     options = {"max_new_tokens": STEPS, "num_beams": 3, **tiny.GREEDY}
     with decantkv.attach(model, budget=0.3, decode="model"):
         plain = model.generate(ids, **options)
-    with decantkv.attach(model, budget=0.3, decode="own"):
+    with decantkv.attach(model, budget=0.3, decode="own") as run:
         assert torch.equal(model.generate(ids, **options), plain)
-    assert len(tape) == 1
+    assert len(tape) <= 1
+    assert run.report().eager_steps["rows move about, as beams do"] >= STEPS - 4
 
 
 def test_a_cache_of_ones_own_is_stepped_by_graphs_too(tape):
@@ -213,6 +269,22 @@ def test_a_cache_of_ones_own_is_stepped_by_graphs_too(tape):
         out = model.generate(ids, max_new_tokens=STEPS, **{name: run.new_cache()}, **tiny.GREEDY)
         assert run.trust.replayed == before + STEPS - 2
     assert torch.equal(out, theirs)
+
+
+def test_layers_that_do_not_attend_for_themselves_are_named(tape):
+    model = build("gemma3", "sdpa")
+    with decantkv.attach(model, budget=0.3, decode="own") as run:
+        model.generate(tiny.prompt(100), max_new_tokens=STEPS, **tiny.GREEDY)
+    assert run.report().eager_steps == {"some layers do not attend for themselves": STEPS - 1}
+
+
+def test_models_whose_steps_are_not_recorded_are_named(tape):
+    model, ids = tiny.llama(), INPUTS["one"]["input_ids"]
+    model.forward = model.forward  # as accelerate's hooks do
+    with decantkv.attach(model, budget=0.3, decode="own") as run:
+        model.generate(ids, max_new_tokens=STEPS, **tiny.GREEDY)
+    assert run.report().graphed == 0
+    assert "without a CUDA graph: another library has wrapped the model's forward" in str(run.report())
 
 
 def test_without_a_gpu_nothing_is_recorded():

@@ -4,15 +4,18 @@ A step of a model's forward costs its kernels a few milliseconds and Python tens
 under capture, with ids and positions in tensors that stay; afterwards only those are written and the graph replayed.
 Lengths live on the device and move inside the graph; what Python counts is counted beside it.
 
-A graph is trusted only after two of its steps gave what the plain forward gives: logits, new keys and lengths.
+A step is rehearsed before it is recorded, with every wait of the host an error, and a graph is trusted only after two
+of its steps gave what the plain forward gives: logits, new keys and lengths.
 """
 
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -38,11 +41,13 @@ class Trust:
         checked: steps that were compared and agreed.
         broken: why graphs are no longer used, or None.
         replayed: steps that came from a graph.
+        left: reason → steps on a GPU that no graph could hold.
     """
 
     checked: int = 0
     broken: str | None = None
     replayed: int = 0
+    left: dict[str, int] = field(default_factory=dict)
 
     def give_up(self, reason: str) -> None:
         """Decode without graphs from now on, and say so."""
@@ -53,14 +58,15 @@ class Trust:
 class StepGraphs:
     """The steps of one generation; falls back to the plain forward for whatever a graph cannot hold."""
 
-    def __init__(self, layers: Sequence[CacheLayerMixin], trust: Trust) -> None:
-        self._layers, self._trust = list(layers), trust
+    def __init__(self, layers: Sequence[CacheLayerMixin], trust: Trust, refused: str | None = None) -> None:
+        """`refused`: why this model's steps are not recorded, or None."""
+        self._layers, self._trust, self._refused = list(layers), trust, refused
         self._step: _Step | None = None
         self._warm = False
         self._calls: dict[int, AttentionCall] = {}  # each layer's last, for its scale and module
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StepGraphs:
-        return StepGraphs([], self._trust)  # a copy's tensors lie elsewhere; it decodes without graphs
+        return StepGraphs([], self._trust, "the cache is a copy")  # its tensors lie elsewhere
 
     def forward(self, original: Forward, kwargs: dict[str, Any]) -> Any:
         """The model's forward, from the graph where this call is a step like those before it.
@@ -83,7 +89,10 @@ class StepGraphs:
         return out
 
     def _forward(self, original: Forward, kwargs: dict[str, Any]) -> Any:
-        if not self._fits(kwargs):
+        misfit = self._misfit(kwargs)
+        if misfit is not None:
+            if misfit:
+                self._trust.left[misfit] = self._trust.left.get(misfit, 0) + 1
             self._step, self._warm = None, False
             return original(**kwargs)
         stores = [layer.lanes for layer in self._layers if isinstance(layer, RaggedLayer) and layer.lanes is not None]
@@ -92,11 +101,13 @@ class StepGraphs:
             self._step, self._warm = None, True  # the first step takes room and compiles; a full cache grows
             return original(**kwargs)
         if self._step is not None and self._step.place != place:
-            self._step, self._layers = None, []  # rows move about, as beams do: every step would be recorded anew
+            self._step, self._refused = None, "rows move about, as beams do"  # every step would be recorded anew
             return original(**kwargs)
         expected, before = None, None
         if self._trust.checked < CHECKED:
             before = self._snapshot()
+            if self._step is None and not self._rehearse(original, kwargs, before):
+                return original(**kwargs)
             expected = self._state(original(**kwargs).logits)
             self._restore(before)
         if self._step is None:
@@ -151,37 +162,69 @@ class StepGraphs:
                 layer.logical, layer.lanes.room, layer.lanes.appended = was.logical, was.room, was.appended
             layer.forget_new()
 
-    def _fits(self, kwargs: dict[str, Any]) -> bool:
+    def _misfit(self, kwargs: dict[str, Any]) -> str | None:
+        """Why no graph can hold this forward; empty where nobody would expect one; None where one can."""
         ids, position = kwargs.get("input_ids"), kwargs.get("position_ids")
-        if self._trust.broken or not isinstance(ids, Tensor) or not isinstance(position, Tensor) or not _on_gpu(ids):
-            return False
-        if ids.shape[1] != 1 or position.shape != ids.shape or torch.is_grad_enabled() or not self._layers:
-            return False
-        if any(isinstance(x, Tensor) for name, x in kwargs.items() if name not in _FOLLOWED):
-            return False
+        if not isinstance(ids, Tensor) or not on_gpu(ids) or ids.shape[1] != 1 or self._trust.broken:
+            return ""
+        if self._refused is not None:
+            return self._refused
+        if not isinstance(position, Tensor) or position.shape != ids.shape:
+            return "positions are not one number a token"
+        if torch.is_grad_enabled():
+            return "gradients are on"
+        others = [name for name, x in kwargs.items() if isinstance(x, Tensor) and name not in _FOLLOWED]
+        if others:
+            return f"the forward takes {', '.join(others)}"
         if kwargs.get("output_attentions") or kwargs.get("output_hidden_states"):
+            return "attentions or hidden states are wanted"
+        for layer in self._layers:
+            if not isinstance(layer, RaggedLayer) or layer.lanes is None:
+                return "some layers do not attend for themselves"
+            if layer.lanes.keys.device != ids.device:
+                return "the layers are on several devices"
+            if layer.frame is not None and [query.shape[2] for query in layer.recent] != [layer.rows]:
+                return "fewer queries were seen than a window holds"
+        return None
+
+    def _bare(self, original: Forward, kwargs: dict[str, Any], ids: Tensor, position: Tensor) -> Any:
+        """The forward of one real token a row, which needs no mask."""
+        plain = {name: x for name, x in kwargs.items() if not isinstance(x, Tensor)}
+        layers = [layer for layer in self._layers if isinstance(layer, RaggedLayer)]
+        for layer in layers:
+            layer.unmasked = True
+        try:
+            return original(**plain, input_ids=ids, position_ids=position)
+        finally:
+            for layer in layers:
+                layer.unmasked = False
+
+    def _rehearse(self, original: Forward, kwargs: dict[str, Any], before: Sequence[_Standing]) -> bool:
+        """Whether a step runs without the host waiting for the device.
+
+        A capture that fails half-way leaves the device's random numbers and pools in doubt; this finds out before.
+        """
+        ids, position = kwargs["input_ids"].clone(), kwargs["position_ids"].clone()
+        try:
+            with _rehearsing(ids.device):
+                self._bare(original, kwargs, ids, position)
+        except (RuntimeError, ValueError) as error:
+            self._trust.give_up(_first_line(error))
             return False
-        return all(
-            isinstance(layer, RaggedLayer)
-            and (layer.frame is None or (len(layer.recent) == 1 and layer.recent[0].shape[2] == layer.rows))
-            and layer.lanes is not None
-            and layer.lanes.keys.device == ids.device
-            for layer in self._layers
-        )
+        finally:
+            self._restore(before)
+        return True
 
     def _record(self, original: Forward, kwargs: dict[str, Any], place: tuple[Any, ...]) -> _Step | None:
         """Capture one step; None, and never again, where the model does something a graph cannot hold."""
         ids, position = kwargs["input_ids"].clone(), kwargs["position_ids"].clone()
-        plain = {name: x for name, x in kwargs.items() if not isinstance(x, Tensor)}
-        graph = torch.cuda.CUDAGraph()
         before = self._snapshot()
-        torch.cuda.synchronize(ids.device)
         try:
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                out = original(**plain, input_ids=ids, position_ids=position)
+            with _capturing(ids.device) as graph:
+                out = self._bare(original, kwargs, ids, position)
         except (RuntimeError, ValueError) as error:
             self._restore(before)
-            self._trust.give_up(str(error).strip().splitlines()[0])
+            self._trust.give_up(_first_line(error))
             return None
         return _Step(graph, ids, position, out, place)
 
@@ -222,8 +265,51 @@ class _Step:
         return out
 
 
-def _on_gpu(ids: Tensor) -> bool:
-    return ids.is_cuda
+_streams: dict[torch.device, torch.cuda.Stream] = {}  # one a device: cuBLAS keeps a workspace for each it meets
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """Where steps of a device are rehearsed and captured."""
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream(device)
+    return _streams[device]
+
+
+@contextmanager
+def _rehearsing(device: torch.device) -> Iterator[None]:
+    """On the stream that will capture, with every wait of the host for the device an error."""
+    side, current, mode = _stream(device), torch.cuda.current_stream(device), torch.cuda.get_sync_debug_mode()
+    side.wait_stream(current)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.cuda.stream(side):
+            yield
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+        current.wait_stream(side)
+
+
+@contextmanager
+def _capturing(device: torch.device) -> Iterator[Any]:
+    """A CUDA graph of what happens inside; nothing does yet."""
+    graph, collecting = torch.cuda.CUDAGraph(), gc.isenabled()
+    torch.cuda.synchronize(device)
+    gc.disable()  # what a collection frees, it may free by calls that no capture allows
+    try:
+        with torch.cuda.graph(graph, stream=_stream(device), capture_error_mode="thread_local"):
+            yield graph
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def on_gpu(x: Tensor) -> bool:
+    """Whether a tensor is where graphs are."""
+    return x.is_cuda
 
 
 def _agree(expected: Sequence[Tensor], got: Sequence[Tensor]) -> bool:

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
-from decantkv import interface
+from decantkv import graphs, interface
 from decantkv.allocation import AllocationRule
 from decantkv.bounded import UNBOUNDED, Bounds, Decode
 from decantkv.budget import Budget
@@ -27,6 +27,7 @@ from decantkv.interface import Hold, not_understood
 from decantkv.methods import Method
 from decantkv.needs import decoder_of
 from decantkv.options import Allocation, Impl, Span
+from decantkv.peers import Peers
 from decantkv.records import Report
 from decantkv.settings import Settings
 from decantkv.weighing import Weighing, undecided
@@ -120,7 +121,10 @@ class Run:
     def report(self) -> Report:
         """What was kept and dropped so far, as text or JSON."""
         report = self.recorder.report()
-        return dataclasses.replace(report, graphed=self.trust.replayed, without_graph=self.trust.broken)
+        trust = self.trust
+        return dataclasses.replace(
+            report, graphed=trust.replayed, without_graph=trust.broken, eager_steps=dict(trust.left)
+        )
 
     def detach(self) -> None:
         """Switch eviction off and leave the model as it was; a second call does nothing."""
@@ -207,13 +211,22 @@ class _Attachment:
             if isinstance(cache, EvictingCache):
                 cache.expect_length(generation_config.max_length or 0)
                 if cache.steps is None and cache.bounds.decode != "model":
-                    cache.steps = StepGraphs(cache.layers, self.active().trust)
+                    cache.steps = self._graphs(cache)
             chunk = self.active().bounds.prefill_chunk
             if chunk is not None and generation_config.prefill_chunk_size is None:
                 generation_config.prefill_chunk_size = chunk
             return prepare(generation_config, model_kwargs, *args, **kwargs)
 
         return prepare_cache
+
+    def _graphs(self, cache: EvictingCache) -> StepGraphs:
+        """What records this cache's steps, where anything can."""
+        trust, model, refused = self.active().trust, self._model(), None
+        if Peers.of(model) is not None:  # processes that fell out of step would wait for one another for ever
+            refused = "the model is spread over processes"
+        if "forward" not in self._overridden and model is not None and graphs.on_gpu(next(model.parameters())):
+            trust.broken = "another library has wrapped the model's forward"
+        return StepGraphs(cache.layers, trust, refused)
 
     def _step(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """The model's forward; steps of a generation that this run began come from a CUDA graph where one can be."""

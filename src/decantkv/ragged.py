@@ -110,7 +110,7 @@ class RaggedStore:
         Returns:
             [B, HQ, T, Dv] in q's dtype. Rows of queries that were pads hold nothing of use.
         """
-        kernel = _kernel() if q.is_cuda else None
+        kernel = _kernel(q)
         if kernel is None or kernel.unsupported(q, self.keys, self.values) is not None:
             return self._attend_in_tiles(q, scale, softcap, sink_logits)
         if self._splits is None:
@@ -310,8 +310,8 @@ class RaggedStore:
         self.lens, self.starts, self.room, self._splits = lens, capacity.cumsum(0) - capacity, room, None
 
 
-def _kernel() -> Any:
-    """The decode kernel, where the package triton is installed."""
-    if importlib.util.find_spec("triton") is None:
+def _kernel(q: Tensor) -> Any:
+    """The decode kernel, on CUDA where the package triton is installed."""
+    if not q.is_cuda or importlib.util.find_spec("triton") is None:
         return None
     return importlib.import_module("decantkv.kernels.decode")

@@ -28,6 +28,7 @@ class RaggedLayer(EvictingLayer):
 
     lanes: RaggedStore | None = None
     contest: LayerContest | None = None  # the running contest with the other layers, under "layer"
+    unmasked = False  # new tokens are all real, whatever the mask says: set for steps that a graph holds
     _fresh: tuple[Tensor, Tensor] | None = None  # new tokens whose attention call is still to come
     _shares: Tensor | None = None  # [S] each stored slot's share, while the contest runs
 
@@ -63,8 +64,7 @@ class RaggedLayer(EvictingLayer):
             raise ValueError("model: expected a forward without gradients (torch.no_grad()), got one with")
         keys, values = self._fresh
         batch, new = keys.shape[0], keys.shape[2]
-        # a graph holds steps of one real token a row
-        mask = None if keys.is_cuda and torch.cuda.is_current_stream_capturing() else call.mask
+        mask = None if self.unmasked else call.mask
         seen = read_prompt_mask(mask, batch=batch, kv_len=new, rows=new, device=keys.device)
         if seen.window is not None:
             raise ValueError("attention_mask: expected causal attention among new tokens, got another pattern")

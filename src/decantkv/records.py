@@ -182,7 +182,8 @@ class Report:
             how many were scored in two passes although the first was asked for, by reason.
         memory: of the last prompt, by the allocator where there is one to ask; None where no prompt was seen whole.
         weights: bytes of the model's parameters; 0 where unknown.
-        graphed: steps of `generate` that came from a CUDA graph; without_graph: why they no longer do, or None.
+        graphed: steps of `generate` that came from a CUDA graph; without_graph: why they no longer do, or None;
+            eager_steps: how many a graph could not hold, by reason.
     """
 
     method: str
@@ -195,6 +196,7 @@ class Report:
     capped: bool = False
     graphed: int = 0
     without_graph: str | None = None
+    eager_steps: dict[str, int] = field(default_factory=dict)
     reused_lse: int = 0
     without_lse: dict[str, int] = field(default_factory=dict)
     memory: Memory | None = None
@@ -230,6 +232,7 @@ class Report:
         told += [f"reuse_lse: scored in two passes {number} times: {why}" for why, number in self.without_lse.items()]
         if self.without_graph is not None:
             told.append(f"decoding goes without a CUDA graph: {self.without_graph}")
+        told += [f"{number} steps without a CUDA graph: {why}" for why, number in self.eager_steps.items()]
         if self.evictions and self.bytes_before < self.weights / 20:
             told.append(
                 f"the full cache would take {format_bytes(self.bytes_before)} beside {format_bytes(self.weights)} of "
@@ -256,6 +259,7 @@ class Report:
                 "capped": self.capped,
                 "graphed": self.graphed,
                 "without_graph": self.without_graph,
+                "eager_steps": self.eager_steps,
                 "reused_lse": self.reused_lse,
                 "without_lse": self.without_lse,
                 "warnings": self.warnings,
