@@ -268,7 +268,9 @@ def merge_row(
             tl.store(p_words + 3 * ROWS, a_norm)
         else:
             distance = tl.sum(apart * apart, 0)
-            tl.store(p_rows + i_row * BDV + dv, a)
+            # after a sum over splits every warp holds a copy of a: stored as a row, by the threads that own row 0
+            p_a = p_rows + i_row * BDV + i_s[:, None] * 0 + dv[None, :]
+            tl.store(p_a, tl.broadcast_to(a[None, :], [BS, BDV]), mask=(i_s == 0)[:, None])
         tl.store(p_words + ROWS, top.to(tl.float32, bitcast=True))
         tl.store(p_words + 2 * ROWS, (e_top / z_safe) * (e_top / z_safe) * distance)
         m = m_all
