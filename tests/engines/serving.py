@@ -40,7 +40,8 @@ class Server:
     def counters(self):
         """decantkv's own, by name, from /metrics."""
         lines = [line for line in self.get("/metrics").splitlines() if line.startswith("vllm:decantkv_")]
-        return {line.split("{")[0].removeprefix("vllm:decantkv_"): float(line.split()[-1]) for line in lines}
+        numbers = {line.split("{")[0].removeprefix("vllm:decantkv_"): float(line.split()[-1]) for line in lines}
+        return {name: number for name, number in numbers.items() if name.endswith("_total")}
 
     def log(self):
         return "".join(path.read_text() for path in self.logs)
