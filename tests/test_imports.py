@@ -13,7 +13,7 @@ SOURCE = Path(decantkv.__file__).parent
 
 # a module may import from its own layer or from one before it
 LAYERS = [
-    {"options", "transfer", "buffers", "chunks", "lse"},
+    {"options", "transfer", "buffers", "chunks", "lse", "versions"},
     {"budget", "ranking"},
     {"peers"},
     {"scoring", "kernels", "allocation"},
@@ -29,7 +29,7 @@ LAYERS = [
     {"models"},
     {"engines"},
     {"theory", "eval", "bench"},
-    {"report", "show"},
+    {"report", "show", "doctor"},
     {"cli", "__main__"},
 ]
 
@@ -88,7 +88,18 @@ def test_only_the_integration_knows_transformers():
         "eval",
         "bench",
     }
-    allowed |= {"planning", "inner", "graphs", "files", "joining", "evicting", "ragged_layers", "show", "cli", "weighing"}
+    allowed |= {
+        "planning",
+        "inner",
+        "graphs",
+        "files",
+        "joining",
+        "evicting",
+        "ragged_layers",
+        "show",
+        "cli",
+        "weighing",
+    }
     for path in files():
         names = {n.module or "" for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.ImportFrom)}
         if any(name.split(".")[0] == "transformers" for name in names):

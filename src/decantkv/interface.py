@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import transformers
-from packaging.version import Version
 from torch import Tensor, nn
 from transformers import modeling_utils
+
+from decantkv.versions import BEYOND, OLDEST, transformers_fits
 
 Attention = Callable[..., Any]
 
@@ -76,12 +77,9 @@ class UnsupportedModelError(ValueError):
     """The model computes attention in a way that eviction cannot follow."""
 
 
-OLDEST, BEYOND = "4.56", "6"  # transformers versions that were tried: from OLDEST on, below BEYOND
-
-
 def check_version(version: str) -> None:
     """Raise ImportError unless this transformers version is one that decantkv was made for."""
-    if not Version(OLDEST) <= Version(Version(version).base_version) < Version(BEYOND):
+    if not transformers_fits(version):
         raise ImportError(f"transformers: expected a version from {OLDEST} and below {BEYOND}, got {version}")
 
 

@@ -44,7 +44,7 @@ WORDS = {
     "p_forced": "*i1",
 }
 # ptxas holds these to 64 or 128 registers of its own accord and puts a few bytes of state on the stack
-STATE = {"attend, no values": 8, "pull": 8, "chunk alignment": 16}
+STATE = {"attend, no values": 8, "pull": 8, "chunk alignment": 16, "attend, paged": 8}
 # Hopper's one-pass kernel on the default shape trades this much stack (bytes a thread) for 10 % of its time
 ALLOWED_STACK = {("sm90", "one pass", "bf16", 128): 96, ("sm90", "one pass", "bf16", 96): 96}
 DEFAULT = {"rows": 32, "g": 4, "dim": 128, "dtype": "bf16"}
@@ -196,7 +196,7 @@ def main(names, *, full):
                 check(name, what, kernel, {**DEFAULT, **change})
         if only is None:
             for what, kernel in scoring(name, page=16, only=None if full else ("attend", "score")):
-                check(name, what, kernel, {**DEFAULT, "page": 16})
+                check(name, f"{what}, paged", kernel, {**DEFAULT, "page": 16})
         for what, kernel in others(name):
             check(name, what, kernel, {})
         print(f"{name}: compiles, no spills", flush=True)

@@ -25,7 +25,7 @@ app = typer.Typer(
 # click's base of usage errors, which typer brings along from some version on and imports in others
 UsageProblem: Any = typer.BadParameter.__mro__[2]
 
-COMMANDS = ("decantkv.cli.generate", "decantkv.cli.methods", "decantkv.cli.plan")  # register themselves on `app`
+COMMANDS = ("decantkv.cli.generate", "decantkv.cli.methods", "decantkv.cli.plan", "decantkv.cli.doctor")  # register themselves on `app`
 FUNCTIONS = {
     "verify": "decantkv.theory.cli",
     "show": "decantkv.show.cli",

@@ -1,0 +1,21 @@
+"""The versions of other packages that this library was made for; importing this imports none of them."""
+
+from __future__ import annotations
+
+from packaging.version import Version
+
+PYTHON = "3.11"  # and later
+TORCH = "2.11"  # and later
+TRITON = "3.6"  # and later
+OLDEST, BEYOND = "4.56", "6"  # transformers versions that were tried: from OLDEST on, below BEYOND
+CAPABILITY = (8, 0)  # of a CUDA device, for the kernels
+
+
+def at_least(version: str, oldest: str) -> bool:
+    """Whether a version is `oldest` or later; development builds count as their release."""
+    return Version(Version(version).base_version) >= Version(oldest)
+
+
+def transformers_fits(version: str) -> bool:
+    """Whether a version of transformers lies in the range that was tried."""
+    return at_least(version, OLDEST) and not at_least(version, BEYOND)
