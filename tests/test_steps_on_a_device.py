@@ -15,8 +15,11 @@ import decantkv
 from decantkv import ragged
 from decantkv.cache import cache_argument
 from tests import tiny
+from tests.families import at_least
 
 HEADS, WIDTH = 2, 8
+# earlier versions make a number for eager's mask on the host, which the rehearsal finds: no graph there
+ATTENTIONS = ["sdpa", "eager"] if at_least("5.24") else ["sdpa"]
 
 
 class Kernel:
@@ -61,7 +64,7 @@ def after_a_prompt(model, batch, every):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the package triton")
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("every", [None, 50])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_a_step_stays_on_the_device_and_needs_no_values(kernel, attention, every, batch):
