@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from decantkv.engines.vllm import compat
 from decantkv.engines.vllm.asked import KEY, REFUSED, Asked, read
+from decantkv.engines.vllm.compat import BACKENDS
 from decantkv.engines.vllm.counters import CARRIER, CLOCK, WORKER, Shown
+from decantkv.engines.vllm.hooks import wrap
 
 logger = logging.getLogger("vllm.decantkv")
-
-# vLLM's name of a backend, and ours in its place
-BACKENDS = {
-    "cpu": {"CPU_ATTN": "decantkv.engines.vllm.backend_cpu.DropKVCPUBackend"},
-    "cuda": {
-        "TRITON_ATTN": "decantkv.engines.vllm.backend_triton.DropKVTritonBackend",
-        "FLASH_ATTN": "decantkv.engines.vllm.backend_flash.DropKVFlashBackend",
-    },
-}
 
 
 def install() -> None:
@@ -27,22 +20,23 @@ def install() -> None:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.worker.worker_base import WorkerBase
 
-    create, start = EngineArgs.create_engine_config, WorkerBase.__init__
-    if hasattr(start, "__wrapped__"):
-        return
+    def deciding(create: Callable[..., Any]) -> Callable[..., Any]:
+        def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+            config = create(self, *args, **kwargs)
+            decide(config)
+            return config
 
-    @functools.wraps(create)
-    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        config = create(self, *args, **kwargs)
-        decide(config)
-        return config
+        return create_engine_config
 
-    @functools.wraps(start)
-    def init(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        start(self, vllm_config, *args, **kwargs)
-        activate(self, vllm_config)
+    def activating(start: Callable[..., Any]) -> Callable[..., Any]:
+        def init(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+            start(self, vllm_config, *args, **kwargs)
+            activate(self, vllm_config)
 
-    EngineArgs.create_engine_config, WorkerBase.__init__ = create_engine_config, init
+        return init
+
+    wrap(EngineArgs, "create_engine_config", deciding)
+    wrap(WorkerBase, "__init__", activating)
 
 
 def decide(config: Any) -> None:
@@ -79,6 +73,12 @@ def _note(config: Any, value: object) -> None:
     config.additional_config = {**config.additional_config, KEY: value}
 
 
+def noted(config: Any) -> object:
+    """What was decided for a configuration: the options, or None where it does not evict."""
+    raw = config.additional_config.get(KEY) if isinstance(config.additional_config, dict) else None
+    return None if raw == REFUSED else raw
+
+
 def overrides(config: Any) -> dict[Any, str]:
     """The backends that are replaced on this platform, as vLLM's registry names them.
 
@@ -103,14 +103,10 @@ def activate(worker: Any, config: Any) -> None:
     from vllm.v1.attention import selector
     from vllm.v1.attention.backends import registry
 
-    raw = config.additional_config.get(KEY) if isinstance(config.additional_config, dict) else None
-    if raw is None or raw == REFUSED:
-        for names in BACKENDS.values():
-            for name, path in names.items():
-                backend = registry.AttentionBackendEnum[name]
-                if registry._ATTN_OVERRIDES.get(backend) == path:
-                    del registry._ATTN_OVERRIDES[backend]
-                    selector._cached_get_attn_backend.cache_clear()
+    raw = noted(config)
+    if raw is None:
+        if _give_back(registry):
+            selector._cached_get_attn_backend.cache_clear()
         return
     from decantkv.engines.vllm import batch, layers
 
@@ -133,49 +129,54 @@ def activate(worker: Any, config: Any) -> None:
     worker.get_kv_cache_spec, worker.init_device = get_kv_cache_spec, init_device
 
 
+def _give_back(registry: Any) -> bool:
+    """Undo the overrides that an earlier, evicting engine of this process left; whether there were any."""
+    ours = {registry.AttentionBackendEnum[name]: path for names in BACKENDS.values() for name, path in names.items()}
+    held = [backend for backend, path in ours.items() if registry._ATTN_OVERRIDES.get(backend) == path]
+    for backend in held:
+        del registry._ATTN_OVERRIDES[backend]
+    return bool(held)
+
+
 def carry_counters() -> None:
     """A worker's counters leave its process with the next step's output."""
     from vllm.v1.outputs import ModelRunnerOutput
 
-    make = ModelRunnerOutput.__init__
-    if hasattr(make, "__wrapped__"):
-        return
+    def carrying(make: Callable[..., Any]) -> Callable[..., Any]:
+        def init(self: Any, *args: Any, **kwargs: Any) -> None:
+            make(self, *args, **kwargs)
+            CLOCK.collect()
+            taken = WORKER.take()
+            if taken is not None:
+                setattr(self, CARRIER, taken)
 
-    @functools.wraps(make)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        make(self, *args, **kwargs)
-        CLOCK.collect()
-        taken = WORKER.take()
-        if taken is not None:
-            setattr(self, CARRIER, taken)
+        return init
 
-    ModelRunnerOutput.__init__ = init
+    wrap(ModelRunnerOutput, "__init__", carrying)
 
 
 def show_counters() -> None:
     """What engines counted, in the registry behind /metrics of this process."""
     from vllm.v1.metrics.loggers import StatLoggerManager
 
-    start, record = StatLoggerManager.__init__, StatLoggerManager.record
-    if hasattr(record, "__wrapped__"):
-        return
+    def starting(start: Callable[..., Any]) -> Callable[..., Any]:
+        def init(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+            start(self, vllm_config, *args, **kwargs)
+            name = vllm_config.model_config.served_model_name
+            self._decantkv = None if noted(vllm_config) is None else Shown(name, self.engine_indexes)
 
-    @functools.wraps(start)
-    def init(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        start(self, vllm_config, *args, **kwargs)
-        asked = vllm_config.additional_config.get(KEY) if isinstance(vllm_config.additional_config, dict) else None
-        self._decantkv = (
-            None if asked in (None, REFUSED) else Shown(vllm_config.model_config.served_model_name, self.engine_indexes)
-        )
+        return init
 
-    @functools.wraps(record)
-    def record_stats(self: Any, scheduler_stats: Any, *args: Any, **kwargs: Any) -> Any:
-        carried = getattr(scheduler_stats, "kv_connector_stats", None)
-        if carried and CARRIER in carried:
-            scheduler_stats.kv_connector_stats = None
-            engine = kwargs.get("engine_idx") or 0
-            if self._decantkv is not None:
-                self._decantkv.show(carried[CARRIER], engine)
-        return record(self, scheduler_stats, *args, **kwargs)
+    def recording(record: Callable[..., Any]) -> Callable[..., Any]:
+        def record_stats(self: Any, scheduler_stats: Any, *args: Any, **kwargs: Any) -> Any:
+            carried = getattr(scheduler_stats, "kv_connector_stats", None)
+            if carried and CARRIER in carried:
+                scheduler_stats.kv_connector_stats = None  # loggers would take it for a connector's
+                if self._decantkv is not None:
+                    self._decantkv.show(carried[CARRIER], kwargs.get("engine_idx") or 0)
+            return record(self, scheduler_stats, *args, **kwargs)
 
-    StatLoggerManager.__init__, StatLoggerManager.record = init, record_stats
+        return record_stats
+
+    wrap(StatLoggerManager, "__init__", starting)
+    wrap(StatLoggerManager, "record", recording)

@@ -46,6 +46,15 @@ class Seams:
         }
 
 
+# vLLM's name of a backend, and ours in its place
+BACKENDS = {
+    "cpu": {"CPU_ATTN": "decantkv.engines.vllm.backend_cpu.DropKVCPUBackend"},
+    "cuda": {
+        "TRITON_ATTN": "decantkv.engines.vllm.backend_triton.DropKVTritonBackend",
+        "FLASH_ATTN": "decantkv.engines.vllm.backend_flash.DropKVFlashBackend",
+    },
+}
+
 TABLE: dict[str, Seams] = {
     "0.26": Seams("_mamba_block_aligned_split", proved="not run: written from its source"),
     "0.32": Seams("_reserve_prefill_lookahead", proved="CPU, model runner V1"),

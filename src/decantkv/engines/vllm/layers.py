@@ -7,10 +7,9 @@ from typing import Any
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from decantkv.engines.vllm.asked import Asked
-from decantkv.engines.vllm.refusals import LEAST_CHUNK, budget_below_a_block
+from decantkv.engines.vllm.compat import BACKENDS
+from decantkv.engines.vllm.refusals import budget_below_a_block
 from decantkv.engines.vllm.spec import DropKVSpec
-
-__all__ = ["LEAST_CHUNK", "evicting_specs"]
 
 
 def evicting_specs(specs: dict[str, Any], asked: Asked, config: Any) -> dict[str, Any]:
@@ -29,7 +28,10 @@ def evicting_specs(specs: dict[str, Any], asked: Asked, config: Any) -> dict[str
             raise ValueError(f"layer {name}: expected full attention, got {type(spec).__name__}")
         backend = layers[name].get_attn_backend()
         if not getattr(backend, "evicts", False):
-            raise ValueError(f"layer {name}: expected a backend that decantkv replaces, got {backend.get_name()}")
+            raise ValueError(
+                f"layer {name}: expected a backend that decantkv replaces, got {backend.get_name()}; choose "
+                f"--attention-backend {' or '.join(BACKENDS[config.device_config.device_type])}"
+            )
         impl = layers[name].impl
         if getattr(impl, "alibi_slopes", None) is not None:
             raise ValueError(f"layer {name}: expected rotary positions or none, got ALiBi")

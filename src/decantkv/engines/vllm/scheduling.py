@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,13 +11,12 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from decantkv.engines.vllm import compat
 from decantkv.engines.vllm.counters import CARRIER, ENGINE
+from decantkv.engines.vllm.hooks import wrap
 from decantkv.engines.vllm.steps import end_of_chunk
 
 
 def follow(manager: type) -> None:
     """Make the scheduler's classes follow the plans of `manager`'s requests; other requests are scheduled as ever."""
-    if hasattr(KVCacheManager.get_computed_blocks, "__wrapped__"):
-        return
     _cap_hits(manager)
     _split_chunks(manager)
     _count()
@@ -31,18 +29,19 @@ def evicting(cache: Any, manager: type) -> Any | None:
 
 def _cap_hits(manager: type) -> None:
     """A prompt's last blocks are read anew: they will be compacted, and the window's queries are needed."""
-    lookup = KVCacheManager.get_computed_blocks
 
-    @functools.wraps(lookup)
-    def get_computed_blocks(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        ours = evicting(self, manager)
-        made = None if ours is None else ours.plan(request.num_prompt_tokens)
-        if made is None or not made.evicts:
-            return lookup(self, request, *args, **kwargs)
-        with _at_most(self.coordinator, made.dropped):
-            return lookup(self, request, *args, **kwargs)
+    def capping(lookup: Callable[..., Any]) -> Callable[..., Any]:
+        def get_computed_blocks(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+            ours = evicting(self, manager)
+            made = None if ours is None else ours.plan(request.num_prompt_tokens)
+            if made is None or not made.evicts:
+                return lookup(self, request, *args, **kwargs)
+            with _at_most(self.coordinator, made.dropped):
+                return lookup(self, request, *args, **kwargs)
 
-    KVCacheManager.get_computed_blocks = get_computed_blocks
+        return get_computed_blocks
+
+    wrap(KVCacheManager, "get_computed_blocks", capping)
 
 
 @contextmanager
@@ -61,35 +60,37 @@ def _at_most(coordinator: Any, tokens: int) -> Iterator[None]:
 
 
 def _split_chunks(manager: type) -> None:
-    name = compat.seams(compat.installed()).split
-    if name == "_reserve_prefill_lookahead":
-        reserve = Scheduler._reserve_prefill_lookahead
-
-        @functools.wraps(reserve)
-        def reserve_prefill_lookahead(self: Any, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
+    def reserving(reserve: Callable[..., Any]) -> Callable[..., Any]:
+        def reserve_prefill_lookahead(self: Any, request: Any, num_computed_tokens: int, num_new_tokens: int) -> Any:
             allowed = _shortened(self, manager, request, num_computed_tokens, num_new_tokens)
-            return int(reserve(self, request, num_computed_tokens, allowed))
+            return reserve(self, request, num_computed_tokens, allowed)
 
-        Scheduler._reserve_prefill_lookahead = reserve_prefill_lookahead
+        return reserve_prefill_lookahead
+
+    def starting(start: Callable[..., Any]) -> Callable[..., Any]:
+        def init(self: Any, *args: Any, **kwargs: Any) -> None:
+            start(self, *args, **kwargs)
+            if evicting(self.kv_cache_manager, manager) is not None:
+                self.need_mamba_block_aligned_split = True
+
+        return init
+
+    def aligning(align: Callable[..., Any]) -> Callable[..., Any]:
+        def split(self: Any, request: Any, num_new_tokens: int, local: int = 0, external: int = 0) -> Any:
+            if evicting(self.kv_cache_manager, manager) is None:
+                return align(self, request, num_new_tokens, local, external)
+            computed = request.num_computed_tokens + local + external
+            return _shortened(self, manager, request, computed, num_new_tokens)
+
+        return split
+
+    if compat.seams(compat.installed()).split == "_reserve_prefill_lookahead":
+        wrap(Scheduler, "_reserve_prefill_lookahead", reserving)
         return
-    # until 0.26 the one place where every chunk may be shortened is meant for state-space layers, of which an
-    # evicting model has none
-    start, align = Scheduler.__init__, Scheduler._mamba_block_aligned_split
-
-    @functools.wraps(start)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        start(self, *args, **kwargs)
-        if evicting(self.kv_cache_manager, manager) is not None:
-            self.need_mamba_block_aligned_split = True
-
-    @functools.wraps(align)
-    def split(self: Any, request: Any, num_new_tokens: int, local: int = 0, external: int = 0) -> int:
-        if evicting(self.kv_cache_manager, manager) is None:
-            return int(align(self, request, num_new_tokens, local, external))
-        computed = request.num_computed_tokens + local + external
-        return _shortened(self, manager, request, computed, num_new_tokens)
-
-    Scheduler.__init__, Scheduler._mamba_block_aligned_split = init, split
+    # in 0.26 the one place where every chunk may be shortened is meant for state-space layers, of which an evicting
+    # model has none
+    wrap(Scheduler, "__init__", starting)
+    wrap(Scheduler, "_mamba_block_aligned_split", aligning)
 
 
 def _shortened(scheduler: Any, manager: type, request: Any, computed: int, wanted: int) -> int:
@@ -104,19 +105,23 @@ def _shortened(scheduler: Any, manager: type, request: Any, computed: int, wante
 
 def _count() -> None:
     """Counters travel with what a worker answers, then with the engine's statistics."""
-    update, make = Scheduler.update_from_output, Scheduler.make_stats
 
-    @functools.wraps(update)
-    def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
-        ENGINE.add(**(getattr(model_runner_output, CARRIER, None) or {}))
-        return update(self, scheduler_output, model_runner_output)
+    def updating(update: Callable[..., Any]) -> Callable[..., Any]:
+        def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
+            ENGINE.add(**(getattr(model_runner_output, CARRIER, None) or {}))
+            return update(self, scheduler_output, model_runner_output)
 
-    @functools.wraps(make)
-    def make_stats(self: Any, *args: Any, **kwargs: Any) -> Any:
-        stats = make(self, *args, **kwargs)
-        taken = None if stats is None else ENGINE.take()
-        if taken is not None:
-            stats.kv_connector_stats = {CARRIER: taken}  # free: no connector runs beside eviction
-        return stats
+        return update_from_output
 
-    Scheduler.update_from_output, Scheduler.make_stats = update_from_output, make_stats
+    def telling(make: Callable[..., Any]) -> Callable[..., Any]:
+        def make_stats(self: Any, *args: Any, **kwargs: Any) -> Any:
+            stats = make(self, *args, **kwargs)
+            taken = None if stats is None else ENGINE.take()
+            if taken is not None:
+                stats.kv_connector_stats = {CARRIER: taken}  # free: no connector runs beside eviction
+            return stats
+
+        return make_stats
+
+    wrap(Scheduler, "update_from_output", updating)
+    wrap(Scheduler, "make_stats", telling)
