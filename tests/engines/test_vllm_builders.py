@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -125,3 +127,57 @@ def test_prefixes_are_never_attended_to_in_common(backend, config):  # noqa: F81
     own = builder(backend, config)
     assert own.use_cascade_attention(512) is False
     assert own.supports_update_block_table is False
+
+
+def test_an_evicting_worker_takes_the_backend_and_a_later_one_gives_it_back(config):  # noqa: F811
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from decantkv.engines.vllm.activation import activate
+
+    def worker(options):
+        told_to = SimpleNamespace(additional_config=options, device_config=SimpleNamespace(device_type="cpu"))
+        made = SimpleNamespace(get_kv_cache_spec=lambda: "specs", init_device=lambda: "device")
+        activate(made, told_to)
+        return made
+
+    stock = AttentionBackendEnum.CPU_ATTN.get_path()
+    worker({"decantkv": {"budget": 0.1}})
+    assert AttentionBackendEnum.CPU_ATTN.get_path() == "decantkv.engines.vllm.backend_cpu.DropKVCPUBackend"
+    for options in ({}, {"decantkv": "refused"}):
+        left_alone = worker(options)
+        assert AttentionBackendEnum.CPU_ATTN.get_path() == stock
+        assert left_alone.get_kv_cache_spec() == "specs"
+
+
+@pytest.mark.parametrize("what", ["layer", "backend", "ALiBi", "shared"])
+def test_what_only_a_worker_sees_stops_it(config, what):  # noqa: F811
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    from decantkv.engines.vllm.asked import Asked
+    from decantkv.engines.vllm.backend_cpu import DropKVCPUBackend
+    from decantkv.engines.vllm.layers import evicting_specs
+
+    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=32, dtype=torch.float32)
+    backend, impl = DropKVCPUBackend, SimpleNamespace(alibi_slopes=None, kv_sharing_target_layer_name=None)
+    asked = Asked.parse({"budget": 0.1})
+
+    def specs(spec, backend, impl):
+        layer = SimpleNamespace(get_attn_backend=lambda: backend, impl=impl)
+        held = SimpleNamespace(
+            compilation_config=SimpleNamespace(static_forward_context={"a": layer}),
+            device_config=SimpleNamespace(device_type="cpu"),
+            model_config=SimpleNamespace(max_model_len=2048),
+        )
+        return evicting_specs({"a": spec}, asked, held)
+
+    assert specs(spec, backend, impl)["a"].eviction == asked.in_blocks(BLOCK)
+    if what == "layer":
+        spec, sentence = replace(spec, sliding_window=128), "expected full attention"
+    elif what == "backend":
+        backend, sentence = SimpleNamespace(get_name=lambda: "OTHER"), "choose --attention-backend CPU_ATTN"
+    elif what == "ALiBi":
+        impl, sentence = SimpleNamespace(alibi_slopes=[1.0], kv_sharing_target_layer_name=None), "got ALiBi"
+    else:
+        impl, sentence = SimpleNamespace(alibi_slopes=None, kv_sharing_target_layer_name="b"), "a cache of its own"
+    with pytest.raises(ValueError, match=sentence):
+        specs(spec, backend, impl)
