@@ -44,6 +44,12 @@ def test_the_same_without_its_gpu():
     assert not found["CUDA graphs while decoding"].works
 
 
+def test_the_interpreter_stands_in_for_a_gpu():
+    found = verdicts(dataclasses.replace(SERVER, gpus=(), build="cpu", interpreted=True))
+    assert "interpreter" in found["fused kernels"].reason
+    assert "takes torch" in found['impl="auto"'].reason, "only named does it run there"
+
+
 @pytest.mark.parametrize(
     ("version", "works"),
     [("4.55.4", False), ("4.56.0", True), ("5.24.0", True), ("5.25.0.dev0", True), ("6.0.0", False),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import decantkv
 from decantkv.methods import resolve
-from decantkv.scoring import compute, reference, tiled
+from decantkv.scoring import compute, reference, scratch, tiled
 from decantkv.scoring.window import make_window
 from decantkv.theory import oracle
 
@@ -131,8 +132,8 @@ def test_tiles_of_any_length_agree_with_the_reference(monkeypatch, quantity, red
     q, k, v = tensors(keys=333, batch=2, window=8)
     win = make_window(q, k, v, lengths=torch.tensor([333, 140]), softcap=5.0)
     expected = getattr(reference, quantity)(win, reduce=reduce)
-    for scratch in (1, 300_000, 10**9):
-        monkeypatch.setattr(tiled, "SCRATCH_BYTES", scratch)
+    for size in (1, 300_000, 10**9):
+        monkeypatch.setattr(tiled, "scratch_bytes", lambda device, size=size: size)
         torch.testing.assert_close(
             getattr(tiled, quantity)(win, reduce=reduce).double(), expected, rtol=1e-5, atol=1e-12
         )
@@ -199,13 +200,33 @@ class LiveBytes(TorchDispatchMode):
 def test_scratch_stays_under_32_mb_at_128k_keys(method):
     keys = 131_072
     k = torch.randn(1, 8, keys, 32, dtype=torch.bfloat16).repeat(1, 1, 1, 4)
-    q = torch.randn(1, 32, 8 if method == "dropkv" else 3, 128, dtype=torch.bfloat16)
-    win = make_window(q, k, k, output_projection=torch.randn(32, 128, 64) if "W_O" in method else None)
+    heads, window = {"dropkv": (32, 8), "dropkv by W_O": (8, 8)}.get(method, (32, 3))
+    q = torch.randn(1, heads, window, 128, dtype=torch.bfloat16)
+    win = make_window(q, k, k, output_projection=torch.randn(heads, 128, 64) if "W_O" in method else None)
     chosen = decantkv.DropKV(weigh="output") if "W_O" in method else resolve(method, window=q.shape[2])
     with LiveBytes(q, k) as counter:
         scores = chosen.score(win, impl="torch")
-    scratch = counter.peak - scores.numel() * 4
-    assert 2**20 < scratch <= 32 * 2**20
+    held = counter.peak - scores.numel() * 4
+    assert 2**20 < held <= 32 * 2**20
+
+
+def test_tiles_on_a_gpu_are_longer_and_still_bounded(monkeypatch):
+    k = torch.randn(1, 8, 32_768, 32, dtype=torch.bfloat16).repeat(1, 1, 1, 4)
+    q = torch.randn(1, 32, 8, 128, dtype=torch.bfloat16)
+    short = decantkv.score(q, k, k, impl="torch")
+    monkeypatch.setattr(tiled, "scratch_bytes", lambda device: scratch.GPU_SCRATCH_BYTES)
+    with LiveBytes(q, k) as counter:
+        scores = decantkv.score(q, k, k, impl="torch")
+    torch.testing.assert_close(scores, short, rtol=1e-4, atol=1e-9)
+    assert scratch.GPU_SCRATCH_BYTES / 2 < counter.peak - scores.numel() * 4 <= 2 * scratch.GPU_SCRATCH_BYTES
+
+
+@pytest.mark.parametrize(("memory", "expected"), [(141 * 2**30, 256), (8 * 2**30, 128), (2**29, 16)])
+def test_how_long_tiles_are_on_which_card(monkeypatch, memory, expected):
+    card = SimpleNamespace(total_memory=memory)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    assert scratch.scratch_bytes(torch.device("cuda", 0)) == expected * 2**20
+    assert scratch.scratch_bytes(torch.device("cpu")) == 16 * 2**20
 
 
 BAD_INPUT = [

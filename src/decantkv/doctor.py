@@ -189,6 +189,8 @@ def _dotted(gpu: GPU) -> str:
 def _kernels(m: Machine) -> Verdict:
     what = "fused kernels"
     if (reason := _no_kernels(m)) is not None:
+        if m.interpreted and not m.gpus and m.packages.get("triton"):
+            return Verdict(what, True, "in Triton's interpreter alone (TRITON_INTERPRET=1), slow, for tests")
         return Verdict(what, False, reason)
     if _amd(m):
         return Verdict(what, True, "compiled for gfx942 in our tests, never run on AMD hardware")

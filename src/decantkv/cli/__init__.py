@@ -25,7 +25,12 @@ app = typer.Typer(
 # click's base of usage errors, which typer brings along from some version on and imports in others
 UsageProblem: Any = typer.BadParameter.__mro__[2]
 
-COMMANDS = ("decantkv.cli.generate", "decantkv.cli.methods", "decantkv.cli.plan", "decantkv.cli.doctor")  # register themselves on `app`
+COMMANDS = (  # register themselves on `app`
+    "decantkv.cli.generate",
+    "decantkv.cli.methods",
+    "decantkv.cli.plan",
+    "decantkv.cli.doctor",
+)
 FUNCTIONS = {
     "verify": "decantkv.theory.cli",
     "show": "decantkv.show.cli",

@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from decantkv.scoring.scratch import scratch_bytes
 from decantkv.scoring.window import AttentionWindow
 
-SCRATCH_BYTES = 16 * 2**20  # what one tile may hold; a pass keeps about this much alive beside the scores
 TINY = torch.finfo(torch.float32).tiny
 
 
@@ -151,7 +151,7 @@ def _tile_length(win: AttentionWindow) -> int:
     if win.output_projection is not None:
         per_head += win.q.shape[1] * win.v.shape[3]
     per_key = win.batch * torch.finfo(_dtype(win)).bits // 8 * (4 * rows + per_head)
-    return min(win.kv_len, max(16, SCRATCH_BYTES // per_key))
+    return min(win.kv_len, max(16, scratch_bytes(win.k.device) // per_key))
 
 
 def _rows_of(x: Tensor, start: int, stop: int) -> Tensor:
