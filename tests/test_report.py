@@ -59,8 +59,8 @@ def counted(monkeypatch):
 def test_the_allocators_growth_over_a_prompt_is_what_was_kept(counted, name):
     report, cache = prompt_read(tiny.llama(), **SETTINGS[name])
     assert (report.memory.before, report.memory.by) == (FULL, "allocator")
-    # masks and positions of the prompt's end may still be alive: a few numbers a token
-    assert cache.nbytes() <= report.memory.after <= cache.nbytes() + 300 * 8 * 4
+    # ids, masks and positions of first or last chunk are there before or after: a few numbers a token
+    assert abs(report.memory.after - cache.nbytes()) <= 300 * 8 * 2
     assert "by the allocator" in str(report)
 
 
