@@ -93,6 +93,7 @@ class EvictingLayer(PromptLayer):
             kept_counts = kept.counts
         self.record(lengths, kept_counts, before)
         self._begin_answer(call, lengths, counts)
+        self.trail = None  # `kept` holds the positions from here on
 
     def record(self, lengths: Sequence[int], counts: Tensor, bytes_before: int) -> None:
         """Note what was kept."""
