@@ -43,8 +43,8 @@ WORDS = {
     **dict.fromkeys(("p_order", "p_bins", "p_count", "p_table", "p_lengths"), "*i32"),
     "p_forced": "*i1",
 }
-# ptxas holds these to 64 or 128 registers of its own accord and puts a few bytes of state on the stack
-STATE = {"attend, no values": 8, "pull": 8, "chunk alignment": 16, "attend, paged": 8}
+# here ptxas puts a few bytes of state on the stack, often below a number of registers it chose itself (64, 128)
+STATE = {"attend, no values": 8, "pull": 8, "alignment": 16, "chunk alignment": 16, "attend, paged": 8}
 # Hopper's one-pass kernel on the default shape trades this much stack (bytes a thread) for 10 % of its time
 ALLOWED_STACK = {("sm90", "one pass", "bf16", 128): 96, ("sm90", "one pass", "bf16", 96): 96}
 DEFAULT = {"rows": 32, "g": 4, "dim": 128, "dtype": "bf16"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
+import torch
 
 from tests.kernels import test_gpu
 
@@ -33,3 +34,33 @@ def test_other_quantities():
 
 def test_paged_requests():
     test_gpu.test_paged_requests_meet_the_contract("packed heads first", 3)
+
+
+def test_the_benchmark_of_other_quantities(monkeypatch):
+    """Its gate and its paged set-up run for real; only the clock is made up."""
+    from decantkv.bench import quantities
+    from decantkv.bench.score import Geometry
+    from decantkv.bench.timing import Quantiles
+
+    def clock(call, **options):
+        call()
+        return Quantiles(1.0, 2.0, 3.0)
+
+    monkeypatch.setattr(quantities, "DEVICE", "cpu")
+    monkeypatch.setattr(quantities, "HIDDEN", 24)
+    monkeypatch.setattr(
+        quantities, "CASES", {name: (2, *case[1:]) for name, case in quantities.CASES.items() if "DropKV" in name}
+    )
+    monkeypatch.setattr(quantities, "gpu_time", clock)
+    monkeypatch.setattr(quantities, "wall_time", clock)
+    monkeypatch.setattr(quantities, "scratch_bytes", lambda call: 5)
+    geometry = Geometry("tiny", num_heads=2, num_kv_heads=1, head_dim=16, window=2)
+    rows = list(quantities.measure([70], geometry=geometry))
+    said = [(row["step"], row["contender"]) for row in rows]
+    assert said == [
+        ("DropKV by W_O", "triton"), ("DropKV by W_O", "torch"), ("score", "triton, dense"),
+        ("score", "triton, paged"), ("compact", "dense gather"), ("compact", "in pages"),
+    ]  # fmt: skip
+    assert all(row["gpu_us"]["p50"] == 2.0 for row in rows)
+    with pytest.raises(quantities.RedGateError, match="no speed"):
+        quantities.check(torch.ones(3), torch.ones(3), torch.tensor([1.0, 1.0, 1.1]))

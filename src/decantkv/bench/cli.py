@@ -49,6 +49,24 @@ def score(
 
 
 @app.command()
+def quantities(lengths: Lengths = "4096,32768,131072", seed: int = 0, as_json: Json = False, out: Out = None) -> None:
+    """What else the kernels compute: other methods' quantities, and paged storage."""
+    need_gpu()
+    from decantkv.bench.gate import RedGateError
+    from decantkv.bench.quantities import measure
+
+    rows: list[Row] = []
+    try:
+        for row in measure(parsed(lengths), seed=seed):
+            rows.append(row)
+            keep(rows, out)
+    except RedGateError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from error
+    show(rows, as_json)
+
+
+@app.command()
 def prefill(
     lengths: Lengths = "4096,32768,131072",
     geometries: Annotated[str, typer.Option(help="Of llama-3.1-8b, qwen2.5-7b, mistral-7b.")] = "llama-3.1-8b",
