@@ -89,6 +89,14 @@ class CountExchanges:
         return counted
 
 
+def read(model, cache, inputs):
+    """Logits after a prompt and after some steps, and which tokens each layer kept."""
+    inputs = {name: x.to(model.device) for name, x in inputs.items()}
+    rows = inputs["input_ids"].shape[0]
+    logits = logits_with(model, cache, inputs, [step.expand(rows, -1).to(model.device) for step in STEPS])
+    return logits.cpu(), {layer: mask.cpu() for layer, mask in kept_masks(cache, 120).items()}
+
+
 def selections():
     """Scores [B, 4, N] of both processes' heads with many ties, and what is asked of them."""
     rng = torch.Generator().manual_seed(3)
@@ -114,17 +122,18 @@ def main(folder: str, out: str) -> None:
     for name, (settings, inputs) in PROMPTS.items():
         exchanges.deciding = 0
         cache = decantkv.EvictingCache(model, **settings, budget=0.2)
-        rows = inputs["input_ids"].shape[0]
-        logits = logits_with(model, cache, inputs, [step.expand(rows, -1) for step in STEPS])
-        found[name] = {"logits": logits, "kept": kept_masks(cache, 120), "deciding": exchanges.deciding}
+        logits, kept = read(model, cache, inputs)
+        found[name] = {"logits": logits, "kept": kept, "deciding": exchanges.deciding}
     exchanges.deciding = 0
+    prompt = tiny.prompt(120).to(model.device)
     with decantkv.attach(model, budget=0.2):
-        found["generated"] = model.generate(tiny.prompt(120), max_new_tokens=6, **tiny.GREEDY)
+        found["generated"] = model.generate(prompt, max_new_tokens=6, **tiny.GREEDY).cpu()
     found["exchanges"], found["deciding"] = exchanges.all, exchanges.deciding
     with decantkv.attach(model, allocation="shared", budget=26, every=4) as run:
-        found["renewed"] = model.generate(tiny.prompt(120), max_new_tokens=14, **tiny.GREEDY)
+        found["renewed"] = model.generate(prompt, max_new_tokens=14, **tiny.GREEDY).cpu()
         found["rounds"] = run.report().rounds
-    found["chosen"] = [select_own(scores, **options) for scores, options in selections()]
+    found["chosen"] = [select_own(scores.to(model.device), **options).cpu() for scores, options in selections()]
+    found["device"] = model.device.type
     refused = {}
     for settings in ({"allocation": "layer"}, {"method": "criticalkv", "allocation": "shared"}):
         try:

@@ -14,14 +14,12 @@ from transformers import LlamaForCausalLM
 import decantkv
 from decantkv.selection import select
 from tests import tiny
-from tests.judge import kept_masks, logits_with
-from tests.ranks import ALONE, LAYERS, PROMPTS, STEPS, TOGETHER, selections
+from tests.judge import logits_with
+from tests.ranks import ALONE, LAYERS, PROMPTS, TOGETHER, read, selections
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    """What two processes over gloo found, and the model in one piece."""
-    folder = tmp_path_factory.mktemp("parallel")
+def launched(folder, **environment):
+    """What two processes found, and the model in one piece."""
     whole = tiny.llama(num_key_value_heads=4, vocab_size=200)  # 5.17 spreads even vocabularies only
     whole.save_pretrained(folder)
     with socket.socket() as probe:
@@ -30,11 +28,11 @@ def ranks(tmp_path_factory):
     launched = []
     for rank in range(2):
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        environment = {**os.environ, **{k: str(v) for k, v in place.items()}, "OMP_NUM_THREADS": "1"}
+        here = {**os.environ, **{k: str(v) for k, v in place.items()}, "OMP_NUM_THREADS": "1", **environment}
         command = [sys.executable, "-m", "tests.ranks", str(folder), str(folder)]
         launched.append(
             subprocess.Popen(
-                command, cwd=tiny.ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+                command, cwd=tiny.ROOT, env=here, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
             )
         )
     try:
@@ -46,14 +44,37 @@ def ranks(tmp_path_factory):
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(2)], whole
 
 
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """Two processes over gloo, on the CPU."""
+    return launched(tmp_path_factory.mktemp("parallel"), CUDA_VISIBLE_DEVICES="")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_agree_as_two_processes_do(tmp_path):
+    found, whole = launched(tmp_path)
+    whole = whole.to("cuda:0")
+    for name, (settings, inputs) in PROMPTS.items():
+        _, kept = read(whole, decantkv.EvictingCache(whole, **settings, budget=0.2), inputs)
+        for layer, mask in kept.items():
+            both = torch.cat([here[name]["kept"][layer] for here in found], 1)
+            assert int((both & mask).sum()) >= 0.97 * int(mask.sum()), name
+            assert int(both.sum()) == int(mask.sum()), name
+    for here in found:
+        assert here["device"] == "cuda"
+        assert {here[name]["deciding"] for name in ALONE} == {0}
+        assert {here[name]["deciding"] for name in TOGETHER} == {LAYERS}
+    for number, (scores, options) in enumerate(selections()):
+        chosen = torch.cat([here["chosen"][number] for here in found], 1)
+        assert torch.equal(chosen, select(scores.cuda(), **options).mask(scores.shape[2]).cpu()), options
+
+
 @pytest.mark.parametrize("name", PROMPTS)
 def test_each_rank_keeps_what_one_process_keeps_for_its_heads(ranks, name):
     found, whole = ranks
     settings, inputs = PROMPTS[name]
-    cache = decantkv.EvictingCache(whole, **settings, budget=0.2)
-    rows = inputs["input_ids"].shape[0]
-    logits = logits_with(whole, cache, inputs, [step.expand(rows, -1) for step in STEPS])
-    kept = kept_masks(cache, 120)
+    logits, kept = read(whole, decantkv.EvictingCache(whole, **settings, budget=0.2), inputs)
     for rank, here in enumerate(found):
         torch.testing.assert_close(here[name]["logits"], logits, rtol=0, atol=1e-5)
         for layer, mask in kept.items():
