@@ -29,6 +29,7 @@ LLM = {
     "enable_prefix_caching": False,
     "max_num_batched_tokens": 2048,
     "num_gpu_blocks_override": 400,
+    "gpu_memory_utilization": 0.3,  # on a CPU of the host's memory, which others use too
     "seed": 0,
 }
 

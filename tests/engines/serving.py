@@ -53,7 +53,8 @@ def serve(folder, logs, *options, nodes=1, environment=None):
     port, meeting = free_port(), free_port()
     env = {**os.environ, **ENVIRONMENT, **(environment or {})}
     common = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder), "--dtype", "float32"]
-    common += ["--max-model-len", "2048", "--block-size", "32", "--max-num-seqs", "4", "--enforce-eager", *options]
+    common += ["--max-model-len", "2048", "--block-size", "32", "--max-num-seqs", "4", "--enforce-eager"]
+    common += ["--gpu-memory-utilization", "0.3", *options]
     started, files = [], []
     with contextlib.ExitStack() as stack:
         for rank in range(nodes):

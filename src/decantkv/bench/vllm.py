@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from decantkv.bench.rows import Row, circumstances
 from decantkv.bench.vllm_engine import RESULT
 from decantkv.engines.vllm import compat
@@ -83,8 +85,11 @@ class Load:
     def engine(self, budget: float | None) -> dict[str, Any]:
         """Arguments of vLLM's `LLM`."""
         asked: dict[str, Any] = {} if budget is None else {"decantkv": {"budget": budget, "strict": True}}
-        chosen = {} if self.backend is None else {"attention_config": {"backend": self.backend}}
+        chosen: dict[str, Any] = {} if self.backend is None else {"attention_config": {"backend": self.backend}}
+        if not torch.cuda.is_available():
+            chosen["gpu_memory_utilization"] = 0.3  # of the host's memory, which others use too
         return {
+            "dtype": SHAPES[self.shape]["torch_dtype"],
             "max_model_len": self.length + self.tokens + self.block_size,
             "num_gpu_blocks_override": self.pool // self.block_size,
             "block_size": self.block_size,
