@@ -96,6 +96,21 @@ def test_it_tells_how_often_eviction_acted():
     assert report.memory.after == 3 * 2 * 2 * 60 * 8 * 4, "of the last prompt"
 
 
+def test_rounds_count_as_scoring_selection_and_compaction():
+    model = tiny.llama()
+    with decantkv.attach(model, budget=400, every=4) as run:
+        model.generate(**PROMPT, max_new_tokens=2, **tiny.GREEDY)
+        before = run.report().seconds
+        assert (before["scoring"], before["selection"]) == (0, 0), "the prompt fitted its budget"
+    with decantkv.attach(model, budget=40, every=4) as run:
+        model.generate(**PROMPT, max_new_tokens=30, **tiny.GREEDY)
+    report, spans = run.report(), run.recorder.stopwatch._spans
+    assert report.rounds > 0
+    for stage in ("scoring", "selection", "compaction"):
+        assert len(spans[stage]) == 3 + report.rounds, "once a layer for the prompt, once a round"
+        assert report.seconds[stage] > 0
+
+
 def test_it_warns_where_the_cache_is_small_beside_the_weights():
     model = tiny.llama()
     short, _ = prompt_read(model, {"input_ids": tiny.prompt(50)})

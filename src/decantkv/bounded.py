@@ -21,6 +21,7 @@ from decantkv.inner import Inner, check_inner
 from decantkv.options import Span, expect_choice, expect_int
 from decantkv.peers import Peers
 from decantkv.ranking import FILLER
+from decantkv.records import Stopwatch
 from decantkv.scoring.window import AttentionWindow
 from decantkv.selection import Kept
 from decantkv.settings import Settings
@@ -175,6 +176,7 @@ def choose(
     forced: Tensor | None,
     shared: bool,
     peers: Peers | None = None,
+    stopwatch: Stopwatch | None = None,
 ) -> Kept:
     """One round: the slots each head keeps, by the settings' scores; every head of a row keeps equally many.
 
@@ -184,8 +186,12 @@ def choose(
         forced: [B, H, N] bool, slots that stay whatever their score; None: none beyond window and sinks.
         shared: one set for all heads.
         peers: processes that hold the layer's other heads.
+        stopwatch: told the time of scoring and of selection.
     """
     one = shared or isinstance(settings.allocation, Shared)
     plain = dataclasses.replace(settings, protect=(), allocation=Shared() if one else UNIFORM)
-    scores = plain.score(win)
-    return plain.choose(scores, win=win, lengths=lengths, shared=shared, n_keep=n_keep, forced=forced, peers=peers)
+    stopwatch = stopwatch or Stopwatch()
+    with stopwatch.measure("scoring", win.k.device):
+        scores = plain.score(win)
+    with stopwatch.measure("selection", win.k.device):
+        return plain.choose(scores, win=win, lengths=lengths, shared=shared, n_keep=n_keep, forced=forced, peers=peers)

@@ -265,9 +265,10 @@ class EvictingLayer(PromptLayer):
 
     def _round(self, win: AttentionWindow, lengths: list[int], counts: list[int], forced: Tensor | None) -> Kept:
         self.recorder.rounds += 1
-        with self.recorder.stopwatch.measure("scoring", win.k.device):
-            return choose(self.settings, win, lengths=lengths, n_keep=counts, forced=forced, shared=self.shared,
-                          peers=self.peers)  # fmt: skip
+        return choose(
+            self.settings, win, lengths=lengths, n_keep=counts, forced=forced, shared=self.shared, peers=self.peers,
+            stopwatch=self.recorder.stopwatch,
+        )  # fmt: skip
 
     def _begin_answer(self, call: AttentionCall, lengths: Sequence[int], counts: list[int]) -> None:
         """The prompt is done: remember what later evictions need to know of it."""
