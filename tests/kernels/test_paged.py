@@ -137,3 +137,15 @@ def test_wrong_arguments_are_named():
     }.items():
         with pytest.raises(ValueError, match=message):
             call()
+
+
+def test_eviction_inside_vllm_by_the_kernels(monkeypatch):
+    """The plug-in's own test, with the kernels instead of their twin."""
+    from decantkv.engines.vllm import eviction
+    from decantkv.kernels import paged as kernels
+    from tests.engines import test_eviction
+
+    monkeypatch.setattr(eviction, "kernels_for", lambda device: kernels)
+    test_eviction.test_every_prompt_keeps_what_it_would_alone(
+        "HND", {"reduce": "max"}, eviction.Heads(0.3, softcap=20.0)
+    )

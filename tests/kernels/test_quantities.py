@@ -59,7 +59,8 @@ def test_sinks_in_every_dtype(name, sink, dtype):
 
 
 def test_the_model_s_output_is_no_help_to_them_and_does_no_harm():
-    for quantity, options in QUANTITIES.values():
+    for name in ("alignment", "W_O", "pooled mass"):
+        quantity, options = QUANTITIES[name]
         win = small(6, H=1, N=40, D=16, hints=True)
         assert_contract(run(win, quantity, per_split=64, **options), win, quantity, **options)
 
@@ -77,6 +78,7 @@ def test_the_dispatcher_hands_every_quantity_over():
     from decantkv.scoring import compute
 
     win = small(8, H=1, N=60, D=16)
-    for quantity, options in QUANTITIES.values():
+    for name in ("alignment", "chunks", "W_O max"):
+        quantity, options = QUANTITIES[name]
         scores = compute(quantity, win, impl="triton", **options)
         assert_contract(scores, win, quantity, **options)

@@ -75,28 +75,31 @@ def with_hints(win: AttentionWindow) -> AttentionWindow:
 def allowed(win: AttentionWindow, expected, quantity="perturbation", reduce="sum", **options):
     """|error| per key: 1 % of the score, and 1e-5 of what its parts weigh before they cancel.
 
-    A row's largest key is left out of perturbation's second term: its cost has a form without cancellation.
+    A row's largest key is left out of perturbation's second term: its cost has a form without cancellation. Sums of
+    float16 values take tf32 weights on a GPU, cut to 10 bits, which a signed sum can show: 2^-10 there.
     """
     if quantity == "attention_mass":
         return 0.01 * expected
     wide = widened(win)
     rows, v = reference.softmax(wide), wide.v[:, :, None]
     v_norm = v.norm(dim=-1)[..., None, :]  # [B, H, 1, 1, N]
+    part = 2**-10 if quantity != "perturbation" and win.v.dtype == torch.float16 else 1e-5
     if quantity == "perturbation":
         a = rows.a
         if options.get("weigh") == "output":
             a = reference.project(a, wide)
             v_norm = reference.project(v.expand(-1, -1, win.group_size, -1, -1), wide).norm(dim=-1)[..., None, :]
-        parts = rows.odds.square() * (a.square().sum(-1)[..., None] + v_norm.square())
+        sizes = reference.reduce_rows(rows.odds.square() * (a.square().sum(-1)[..., None] + v_norm.square()), reduce)
     elif quantity == "alignment":
         summed = (rows.p * v_norm).sum(-1, keepdim=True)
-        parts = rows.p * v_norm * summed / rows.a.norm(dim=-1, keepdim=True).clamp_min(FLOOR)
+        shares = rows.p * v_norm * summed / rows.a.norm(dim=-1, keepdim=True).clamp_min(FLOOR)
+        sizes = reference.reduce_rows(shares, reduce)
     else:
         p = reference.pool_rows(rows.p, wide, options.get("row_pool", "max"), options.get("kernel_size", 7))
         chunk = options.get("chunk", 4)
         pulled = (p * wide.droppable(chunk)[:, None, None, None] * v_norm).sum(-1, keepdim=True)
-        return 0.01 * expected.abs() + 1e-5 * wide.chunk_sums(reference.reduce_rows(p * v_norm * pulled, "sum"), chunk)
-    return 0.01 * expected.abs() + 1e-5 * reference.reduce_rows(parts, reduce)
+        sizes = wide.chunk_sums(reference.reduce_rows(p * v_norm * pulled, "sum"), chunk)
+    return 0.01 * expected.abs() + part * sizes
 
 
 def worst_error(scores, win, quantity="perturbation", reduce="sum", **options):
