@@ -34,7 +34,7 @@ LLM = {
 }
 
 
-def run(model, prompts, *, eviction=None, tokens=12, environment=None, aborts=0, timeout=300, **llm):
+def run(model, prompts, *, eviction=None, tokens=12, environment=None, aborts=0, timeout=600, **llm):
     """What an engine answers, greedily; several processes where `llm` says so.
 
     Returns:
