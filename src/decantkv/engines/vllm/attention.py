@@ -43,7 +43,8 @@ class EvictingBuilder:
                 f"got {kv_cache_spec.block_size}"
             )
         self._block_size = self.eviction.block_size
-        self._rows = vllm_config.scheduler_config.max_num_seqs
+        largest = getattr(vllm_config.compilation_config, "max_cudagraph_capture_size", None)
+        self._rows = max(vllm_config.scheduler_config.max_num_seqs, largest or 0)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         """The backend's own metadata over shifted tables, with the step beside it."""
@@ -77,6 +78,8 @@ class EvictingBuilder:
             return common
         rows, columns = seq_lens.shape[0], table.shape[1]
         if self._tables is None or self._tables.table.shape[1] < columns or self._tables.table.shape[0] < rows:
+            if self.persistent and self._tables is not None:
+                raise RuntimeError(f"tables: expected at most {list(self._tables.table.shape)}, got {[rows, columns]}")
             self._tables = ShiftedTables(max(rows, self._rows), columns, self._block_size, table.device)
         first_blocks = np.zeros(rows, dtype=np.int32) if step is None else step.first_blocks
         table, seq_lens = self._tables.write(table[:rows], seq_lens, self._to_device(first_blocks, table.device))
