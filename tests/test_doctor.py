@@ -75,6 +75,7 @@ def test_the_range_of_transformers(version, works):
         ({}, {"mypy": None}, "our tests", "mypy not installed"),
         ({}, {"vllm": "0.11.0"}, "inside vLLM", "vLLM 0.11.0; the plug-in knows"),
         ({"vllm_gone": ("a:b",)}, {"vllm": "0.26.0"}, "inside vLLM", "lacks a:b"),
+        ({"vllm_error": "OSError: libcudart"}, {"vllm": "0.26.0"}, "inside vLLM", "cannot be imported: OSError"),
         ({}, {}, "inside vLLM", "vLLM is not installed; the plug-in knows"),
     ],
 )
@@ -131,6 +132,35 @@ def test_as_tables_and_as_json(capsys):
     found = json.loads(run(capsys, "doctor", "--json"))
     assert found["machine"]["packages"]["torch"] == torch.__version__
     assert {"what", "works", "reason"} == found["verdicts"][0].keys()
+    assert all(version["places"] for version in found["vllm"].values())
+
+
+def test_the_seams_of_an_installed_vllm_are_shown(capsys, monkeypatch):
+    from decantkv import doctor
+    from decantkv.engines.vllm.compat import TABLE
+
+    place = next(iter(TABLE["0.26"].places))
+    packages = {**PACKAGES, "vllm": "0.26.0"}
+    found = examine(dataclasses.replace(SERVER, packages=packages, vllm_gone=(place,)))
+    monkeypatch.setattr(doctor, "examine", lambda: found)
+    monkeypatch.setenv("COLUMNS", "200")
+    out = run(capsys, "doctor")
+    assert "0.26 (here)" in out
+    lines = [line for line in out.splitlines() if place in line]
+    assert any("no" in line for line in lines)
+
+
+def test_a_broken_vllm_is_a_finding(monkeypatch):
+    from decantkv import doctor
+    from decantkv.engines.vllm import compat
+
+    def broken(version):
+        raise RuntimeError("no such op")
+
+    monkeypatch.setattr(compat, "missing", broken)
+    assert doctor._vllm_gone("0.26.0") == ((), "RuntimeError: no such op")
+    assert doctor._vllm_gone("0.1.0") == ((), None)
+    assert doctor._vllm_gone(None) == ((), None)
 
 
 def test_it_runs_where_transformers_cannot_be_imported():

