@@ -15,7 +15,8 @@ ALL = (
 VARIANTS = (  # what might do better than DropKV as it stands, one change at a time and then together
     "dropkv,dropkv[pool=avg],dropkv[pool=none],dropkv[window=4],dropkv[window=16],dropkv[window=32],dropkv[reduce=max],"
     "dropkv[weigh=output],dropkv[kernel_size=5],dropkv[kernel_size=21],adadropkv,adadropkv[window=32],"
-    "adadropkv[weigh=output],snapkv,snapkv:shared,snapkv:shared[allocation=ada],criticalkv,random"
+    "adadropkv[weigh=output],adadropkv[pool=none],snapkv,snapkv:shared,snapkv:shared[pool=none],"
+    "snapkv:shared[kernel_size=5],snapkv:shared[allocation=ada],criticalkv,random"
 )
 
 
