@@ -143,7 +143,8 @@ def main(model_path: str) -> int:
             larger.append(ask(model, tokenizer, inputs, f"dropkv {budget:.0%}", cache, progress))
             if larger[-1].right:
                 break
-    table = Table("cache", "answer", "right", "bytes", "prefill", "decode")
+    table = Table("cache", "answer", "right", "bytes", "prefill", "decode", caption_justify="left")
+    table.caption = "bytes after the answer: what was kept, the answer, and an evicted cache's room for its next tokens"
     for answer in (full, *evicted, *larger):
         verdict = "[green]yes[/]" if answer.right else "[red]no[/]"
         times = (f"{answer.prefill:.1f} s", f"{answer.decode:.1f} s")
