@@ -169,6 +169,26 @@ def test_every_row_of_a_throughput_case_holds_the_evicted_prompt(monkeypatch):
     assert seen[2] == ("EvictingCache", (4 * 2 * 12, 8), 4), "flat lanes"
 
 
+def test_the_rows_of_a_throughput_case_are_prompts_in_turn(monkeypatch):
+    clocked, seen = generation.clocked, []
+
+    def watched(model, ids, new, **options):
+        (cache,) = options.values()
+        if isinstance(cache, decantkv.EvictingCache):
+            seen.append((ids.clone(), cache.layers[0].keys.clone()))
+        return clocked(model, ids, new, **options)
+
+    monkeypatch.setattr(generation, "clocked", watched)
+    model = tiny.llama()
+    made(generation.throughput(lambda: model, lengths=[60], budget=0.2, batches=[3], new=11, names=["ours"]))
+    ((ids, keys),) = seen
+    keys = keys.view(3, -1)
+    assert torch.equal(ids[0], ids[2])
+    assert torch.equal(keys[0], keys[2])
+    assert not torch.equal(ids[0], ids[1])
+    assert not torch.equal(keys[0], keys[1])
+
+
 def test_a_static_cache_that_was_filled_says_what_a_dynamic_one_says():
     model, ids = tiny.llama(), tiny.prompt(60)
     rows = torch.cat([ids, ids[:, :1]], 1).expand(3, -1)

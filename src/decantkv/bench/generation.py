@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import statistics
 import time
@@ -18,7 +17,7 @@ from transformers.cache_utils import DynamicCache, StaticCache
 from decantkv.bench.cases import Case, collect
 from decantkv.bench.prefill import MODELS, random_model
 from decantkv.bench.rows import Row
-from decantkv.cache import cache_argument
+from decantkv.cache import EvictingCache, cache_argument
 from decantkv.integration import Run, attach
 from decantkv.methods import METHODS
 from decantkv.options import Impl
@@ -182,37 +181,39 @@ def warm(model: PreTrainedModel, ids: Tensor) -> None:
 
 def throughput(
     model: Model, *, lengths: Sequence[int], budget: float, batches: Sequence[int], impls: Sequence[Impl] = ("auto",),
-    new: int = 32, names: Sequence[str] = ("dynamic", "static compiled", "ours"),
+    new: int = 32, names: Sequence[str] = ("dynamic", "static compiled", "ours"), distinct: int = 2,
 ) -> Iterator[Case]:  # fmt: skip
     """Tokens a second by batch, full cache and kept, until each runs out of memory.
 
-    One prompt is read and its cache repeated for every row: a step's time and memory do not depend on the content,
-    and reading prompts does not limit the batch. `tokens_a_second_with_prompts` counts the time of reading one prompt
-    for every row, by arithmetic.
+    Prompts are read one by one and their evicted caches joined, so that reading them does not limit the batch. Of ours
+    `distinct` prompts are read and take turns as rows; the others' one is repeated: a step's time and memory do not
+    depend on the content. `tokens_a_second_with_prompts` counts the time of reading a prompt for every row, by
+    arithmetic.
     """
-    read: dict[tuple[Any, ...], tuple[float, Any]] = {}  # evicted caches are small and serve every batch
+    read: dict[tuple[Any, ...], tuple[float, list[Any]]] = {}  # evicted caches are small and serve every batch
 
     def measure(name: str, impl: Impl | None, length: int, batch: int) -> Row:
         llama = model()
-        ids = prompts(llama, 1, length)
+        ids = prompts(llama, distinct, length)
         context, _ = contender(llama, name, budget, **({} if impl is None else {"impl": impl}))
         with context as run:
             if isinstance(run, Run):
                 if (impl, length) not in read:
                     read.clear()
-                    warm(llama, ids)
-                    read[impl, length] = _read(llama, ids, run.new_cache())
-                seconds, one = read[impl, length]
-                cache = copy.deepcopy(one)
-                cache.batch_repeat_interleave(batch)
+                    warm(llama, ids[:1])
+                    found = [_read(llama, row[None], run.new_cache()) for row in ids]
+                    read[impl, length] = statistics.mean(s for s, _ in found), [cache for _, cache in found]
+                seconds, groups = read[impl, length]
+                cache = EvictingCache.cat([groups[row % distinct] for row in range(batch)])
             else:
+                ids = ids[:1]
                 seconds, cache = _read(llama, ids, DynamicCache(config=llama.config))
                 cache = _static(llama, cache, batch, length + new) if name == "static compiled" else cache
                 if name == "dynamic":
                     cache.batch_repeat_interleave(batch)
             collect(llama.device)
             held = allocated(llama.device)
-            rows = torch.cat([ids, ids[:, :1]], 1).expand(batch, -1)
+            rows = torch.cat([ids, ids[:, :1]], 1)[torch.arange(batch, device=ids.device) % len(ids)]
             _, steps = clocked(llama, rows, new, **{cache_argument(llama): cache})
             made = how(llama, run)
         step = statistics.median(steps[WARM:])

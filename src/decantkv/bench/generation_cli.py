@@ -67,6 +67,7 @@ def throughput(
     impls: Annotated[str, typer.Option(help="Implementations of the scores; comma-separated.")] = "triton,torch",
     new: int = 32,
     contenders: Names = "dynamic,static compiled,ours",
+    distinct: Annotated[int, typer.Option(min=1, help="Prompts that are read; their caches take turns as rows.")] = 2,
     out: Out = None,
 ) -> None:
     """Tokens a second by batch, until memory ends, full cache and kept."""
@@ -75,7 +76,7 @@ def throughput(
 
     each(geometries, out, lambda model: g.throughput(
         model, lengths=numbers(lengths), budget=budget, batches=numbers(batches), new=new, names=words(contenders),
-        impls=[chosen(impl) for impl in words(impls)],
+        impls=[chosen(impl) for impl in words(impls)], distinct=distinct,
     ))  # fmt: skip
 
 
