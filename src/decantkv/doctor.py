@@ -179,13 +179,18 @@ def _no_torch(m: Machine) -> str | None:
     return f"torch {torch} is installed but cannot be imported" if m.build is None else None
 
 
+def _no_gpu(m: Machine) -> str | None:
+    """Why torch cannot compute on a GPU here."""
+    if (reason := _no_torch(m)) is not None:
+        return reason
+    return None if m.gpus else f"no GPU that torch ({m.build} build) can use"
+
+
 def _no_kernels(m: Machine) -> str | None:
     """Why the Triton kernels will not run on a device here."""
     triton = m.packages.get("triton")
-    if (reason := _no_torch(m)) is not None:
+    if (reason := _no_gpu(m)) is not None:
         return reason
-    if not m.gpus:
-        return f"no GPU that torch ({m.build} build) can use"
     if triton is None:
         return "triton is not installed (pip install decantkv[triton])"
     if not versions.at_least(triton, versions.TRITON):
@@ -227,10 +232,8 @@ def _auto(m: Machine) -> Verdict:
 
 def _graphs(m: Machine) -> Verdict:
     what = "CUDA graphs while decoding"
-    if (reason := _no_torch(m)) is not None:
+    if (reason := _no_gpu(m)) is not None:
         return Verdict(what, False, reason)
-    if not m.gpus:
-        return Verdict(what, False, f"no GPU that torch ({m.build} build) can use")
     if _amd(m):
         return Verdict(what, False, "an AMD GPU; recorded and tried on NVIDIA alone")
     return Verdict(what, True, f"{m.gpus[0].name}; each graph is checked against the plain step before it is trusted")
