@@ -14,25 +14,31 @@ from filelock import FileLock
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 GGUF_MAGIC = b"GGUF"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def load(
-    source: str | Path, *, dtype: torch.dtype | None = None, device: str | torch.device | None = None
+    source: str | Path, *, dtype: torch.dtype | str | None = None, device: str | torch.device | None = None
 ) -> tuple[PreTrainedModel, Any]:
     """Load a causal language model and its tokenizer for inference.
 
     Args:
         source: a model id, a folder written by `save_pretrained`, or a `.gguf` file. A GGUF's weights are
             dequantised and kept as safetensors in the user's cache folder, so that only the first load is slow.
-        dtype: of the weights; None means float32 on a CPU, where it is fastest, and the model's own on a GPU.
+        dtype: of the weights, or its name among `DTYPES`; None or "" means float32 on a CPU, where it is fastest, and
+            the model's own on a GPU.
         device: None means the first GPU if there is one.
 
     Returns:
         The model in evaluation mode, and its tokenizer.
 
     Raises:
-        ValueError: there is no model at `source`.
+        ValueError: there is no model at `source`, or no dtype of that name.
     """
+    if isinstance(dtype, str) and dtype:
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
+        dtype = DTYPES[dtype]
     place = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
     path = Path(source)
     if path.is_file():
@@ -40,7 +46,7 @@ def load(
     elif path.is_dir() and not (path / "config.json").is_file():
         raise ValueError(f"model: expected a folder with a config.json, got {source}")
     name = str(path) if path.exists() else str(source)
-    kind = dtype if dtype is not None else torch.float32 if place.type == "cpu" else "auto"
+    kind = dtype or (torch.float32 if place.type == "cpu" else "auto")
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
         model = AutoModelForCausalLM.from_pretrained(name, dtype=kind)

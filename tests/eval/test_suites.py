@@ -104,6 +104,24 @@ def test_each_suite_runs_from_the_command_line(suite, model_folder, text, tmp_pa
     assert re.search(r"agnostic", table.output)
 
 
+def test_parts_measured_side_by_side_are_the_whole(model_folder, tmp_path):
+    given = ("--model", model_folder, "--suite", "niah", "--length", 600, "--samples", 1, "--method", "dropkv,random",
+             "--budget", 0.2, "--regime", "aware")  # fmt: skip
+    assert invoke(*given, "--out", tmp_path / "whole").exit_code == 0
+    parts = [tmp_path / f"part-{i}" for i in (1, 2, 3)]
+    for i, part in enumerate(parts, start=1):
+        assert invoke(*given, "--out", part, "--part", f"{i}/3").exit_code == 0
+    for _ in range(2):  # what is there already stays out
+        joined = CliRunner().invoke(app, ["join", str(tmp_path / "joined"), *map(str, parts)])
+        assert joined.exit_code == 0, joined.output + repr(joined.exception)
+    wanted, found = (
+        sorted(json.dumps({k: v for k, v in row.items() if k != "session"}, sort_keys=True) for row in rows)
+        for rows in (read_folder(tmp_path / name)[1] for name in ("whole", "joined"))
+    )
+    assert found == wanted
+    assert {row["session"] for row in read_folder(tmp_path / "joined")[1]} == {0, 1, 2}
+
+
 @pytest.mark.parametrize(
     ("changed", "wrong"),
     [
@@ -112,6 +130,8 @@ def test_each_suite_runs_from_the_command_line(suite, model_folder, text, tmp_pa
         ({"--length": "many"}, "length"),
         ({"--length": "8192"}, "--beyond-context"),
         ({"--dtype": "int3"}, "dtype"),
+        ({"--part": "0/3"}, "part: expected K/N"),
+        ({"--part": "4/3"}, "part: expected K/N"),
         ({"--preset": "papers"}, "preset: expected one of paper"),
         ({"--haystack": "/nowhere"}, "haystack"),
         ({"--model": ""}, "--model"),

@@ -45,6 +45,7 @@ def run(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16; default: the model's on a GPU.")] = "",
     note: Annotated[str, typer.Option(help="Said in every table, e.g. how the weights were made.")] = "",
     minutes: Annotated[float, typer.Option(help="Begin no prompt after this long; 0: no limit.")] = 0.0,
+    part: Annotated[str, typer.Option(help="K/N: every N-th prompt from the K-th, for runs side by side.")] = "1/1",
     memory_gb: Annotated[float, typer.Option(help="For caches; default: three fifths of what is free.")] = 0.0,
     graphs: Annotated[bool, typer.Option("--graphs/--no-graphs", help="CUDA graphs for decode steps.")] = True,
 ) -> None:
@@ -81,6 +82,7 @@ def run(
         system=system or None,
         note=note,
         beyond_context=beyond_context,
+        part=_part(part),
     )
     session.run(
         plan,
@@ -113,6 +115,18 @@ def best(
 
     run_of, rows = read_folder(folder)
     print_best(run_of, rows, reference=reference)
+
+
+@app.command()
+def join(
+    folder: Annotated[Path, typer.Argument(help="The folder that takes the rows.")],
+    parts: Annotated[list[Path], typer.Argument(help="Folders of runs with --part.")],
+) -> None:
+    """Put together what was measured side by side."""
+    from decantkv.eval.results import join as add
+
+    add(folder, parts)
+    show_tables(folder)
 
 
 @app.command()
@@ -215,6 +229,14 @@ def _filled(preset: str, **given: Any) -> dict[str, Any]:
 
 def _list(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _part(text: str) -> tuple[int, int]:
+    """(2, 8) for 2/8."""
+    first, _, every = text.partition("/")
+    if not (first.isdecimal() and every.isdecimal() and 1 <= int(first) <= int(every)):
+        raise ValueError(f"part: expected K/N with 1 ≤ K ≤ N, such as 2/8, got {text!r}")
+    return int(first), int(every)
 
 
 def _length(text: str) -> int:

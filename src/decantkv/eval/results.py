@@ -77,6 +77,10 @@ class Store:
         self._file.flush()
         os.fsync(self._file.fileno())
 
+    def holds(self, row: Mapping[str, Any]) -> bool:
+        """Whether the row's place is taken."""
+        return row["prompt"] in self.prompts if row["row"] == "prompt" else cell_of(row) in self.done
+
     def close(self) -> None:
         """Close the file."""
         self._file.close()
@@ -131,6 +135,23 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         raise ValueError(f"results: expected {RUN} and {ROWS} (or {ROWS}.gz) in {str(folder)!r}, got no such files")
     name = digest(run["configuration"])
     return run, list(read_rows(file, config=name))
+
+
+def join(folder: Path, parts: Iterable[Path]) -> None:
+    """Add the rows of parts that were measured side by side; a row whose place is taken stays out.
+
+    Raises:
+        ValueError: a part is no folder of results, or of another configuration than the folder's.
+    """
+    for part in parts:
+        run, rows = read_folder(part)
+        for session, circumstances in enumerate(run["sessions"]):
+            store = Store(folder, run["configuration"], circumstances)
+            try:
+                here = [row for row in rows if row["session"] == session and not store.holds(row)]
+                store.append({k: v for k, v in row.items() if k not in ("config", "session")} for row in here)
+            finally:
+                store.close()
 
 
 def pack(folder: Path) -> Path:

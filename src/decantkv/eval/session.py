@@ -58,6 +58,7 @@ class Session:
         yarn: factor by which RoPE is stretched; 1 leaves it.
         note: said in every table.
         beyond_context: whether lengths beyond the model's context are allowed.
+        part: (k, n) measures every n-th prompt from the k-th on, counted from 1; `results.join` puts parts together.
     """
 
     model: str
@@ -72,6 +73,7 @@ class Session:
     system: str | None = None
     note: str = ""
     beyond_context: bool = False
+    part: tuple[int, int] = (1, 1)
 
     def run(
         self,
@@ -91,7 +93,8 @@ class Session:
             model, tokenizer = self._load()
         form = ChatFormat(tokenizer, system=self.system)
         apart = ChatFormat(copy.deepcopy(tokenizer), system=self.system)  # prompts are made in a thread of their own
-        prompts = list(self._prompts(apart, texts))
+        first, every = self.part
+        prompts = list(self._prompts(apart, texts))[first - 1 :: every]
         store = Store(out, self._configuration(model, tokenizer, texts), self._circumstances(model, plan, command))
         runner = Runner(model, form, plan, stops=stop_tokens(model, tokenizer), memory=memory, graphs=graphs)
         deadline = begun + 60 * minutes if minutes else None
@@ -106,10 +109,7 @@ class Session:
         return whole
 
     def _load(self) -> tuple[PreTrainedModel, Any]:
-        kinds = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-        if self.dtype and self.dtype not in kinds:
-            raise ValueError(f"dtype: expected one of {', '.join(kinds)}, got {self.dtype!r}")
-        model, tokenizer = models.load(self.model, dtype=kinds.get(self.dtype))
+        model, tokenizer = models.load(self.model, dtype=self.dtype)
         if self.yarn != 1.0:
             stretch(model, self.yarn)
         self._check_context(model)

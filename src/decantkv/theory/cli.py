@@ -28,6 +28,7 @@ def verify(
     layers: Annotated[str, typer.Option(help="FIRST:STOP of the layers to measure, for runs side by side.")] = "",
     seed: Annotated[int, typer.Option(help="Chooses the searched rows.")] = 0,
     raw: Annotated[bool, typer.Option("--raw", help="Do not use the model's chat template.")] = False,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16; default: the model's on a GPU.")] = "",
     name: Annotated[str, typer.Option(help="What to call the model in the rows; default: --model.")] = "",
 ) -> None:
     """Check the theory on a model and a prompt: cone, ε, bounds, realised ratio. Without --model: tables from rows."""
@@ -47,6 +48,7 @@ def verify(
             budget=budget,
             layers=_span(layers),
             raw=raw,
+            dtype=dtype,
             name=name or model,
             plan={
                 "pool_sizes": _numbers("pools", pools),
@@ -73,7 +75,7 @@ def _measure(model_name: str, prompt_file: Path, path: Path, **options: Any) -> 
     share = Budget.parse(float(number) if "." in number else int(number))
     console = Console(stderr=True, highlight=False)
     with console.status(f"loading {escape(model_name)}") as status:
-        model, tokenizer = load(model_name)
+        model, tokenizer = load(model_name, dtype=options["dtype"])
         text = prompt_file.read_text(encoding="utf-8")
         ids = prompt_ids(tokenizer, text, options["question"], tokens=options["tokens"], raw=options["raw"])
         n_keep = share.n_keep(ids.shape[1], chosen.window)

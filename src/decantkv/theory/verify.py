@@ -16,6 +16,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import os
 import platform
 import shlex
 import subprocess
@@ -198,7 +199,9 @@ def _round(value: Any) -> Any:
 
 
 def _commit() -> str | None:
-    """The checkout's commit, with "+" where files differ from it; None outside a checkout."""
+    """The checkout's commit, with "+" where files differ from it; None outside one; DECANTKV_COMMIT where it is set."""
+    if named := os.environ.get("DECANTKV_COMMIT"):
+        return named
     try:
         here = Path(__file__).parent
         git = ["git", "-C", str(here)]
