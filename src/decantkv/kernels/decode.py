@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from decantkv.kernels.blocks import Blocks, Device, padded_dim, power_of_two
+from decantkv.kernels.launcher import on_device
 from decantkv.kernels.plan import device_of, precision_of
 from decantkv.kernels.primitives import LOG2E, dot, finite, to_logits2
 
@@ -130,13 +131,14 @@ def attend(
     factor, cap2 = (scale * LOG2E, 0.0) if softcap is None else (scale / softcap, softcap * LOG2E)
     device = device_of(q.device)
     cut = decode_blocks(block, dim, v_dim, keys.element_size(), splits.chunk, device)
-    decode_kernel[(programs, tiles)](
-        q, keys, values, out, part, state, sink_logits, lens, splits.lane, splits.place, splits.start, counter,
-        factor, cap2, splits.chunk, *q.stride()[:3], lanes // batch,
-        G=group, T=new, JOIN=JOIN, TILES=tiles, D=dim, DV=v_dim, BD=padded_dim(dim), BDV=padded_dim(v_dim), BM=block,
-        BN=cut.keys, CAPPED=softcap is not None, SINK=sink_logits is not None,
-        PRECISION=precision_of(q.dtype, device), num_warps=cut.warps, num_stages=cut.stages, enable_fp_fusion=True,
-    )  # fmt: skip
+    with on_device(q.device):
+        decode_kernel[(programs, tiles)](
+            q, keys, values, out, part, state, sink_logits, lens, splits.lane, splits.place, splits.start, counter,
+            factor, cap2, splits.chunk, *q.stride()[:3], lanes // batch,
+            G=group, T=new, JOIN=JOIN, TILES=tiles, D=dim, DV=v_dim, BD=padded_dim(dim), BDV=padded_dim(v_dim), BM=block,
+            BN=cut.keys, CAPPED=softcap is not None, SINK=sink_logits is not None,
+            PRECISION=precision_of(q.dtype, device), num_warps=cut.warps, num_stages=cut.stages, enable_fp_fusion=True,
+        )  # fmt: skip
     return out
 
 

@@ -23,7 +23,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, fields, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TextIO
@@ -101,7 +101,8 @@ def _one_thread() -> Iterator[None]:
 
 
 def _layer(win: AttentionWindow, method: Method, plan: Plan, file: TextIO) -> None:
-    scores = method.score(win)
+    scores = method.score(win).cpu()
+    win = _on_cpu(win)
     pads = 0 if win.lengths is None else win.kv_len - int(win.lengths[0])
     for kv_head in range(win.num_kv_heads):
         head = Head(rows_of(win, 0, kv_head), scores[0, kv_head], method, win.window, pads, win.layer_idx, kv_head)
@@ -109,6 +110,12 @@ def _layer(win: AttentionWindow, method: Method, plan: Plan, file: TextIO) -> No
             file.write(json.dumps({key: _round(value) for key, value in record.items()}) + "\n")
     file.write(json.dumps({"kind": "done", "layer": win.layer_idx}) + "\n")
     file.flush()
+
+
+def _on_cpu(win: AttentionWindow) -> AttentionWindow:
+    """The solver runs on the CPU and asks for one small product after another: a GPU would only be waited for."""
+    moved = {f.name: getattr(win, f.name) for f in fields(win)}
+    return replace(win, **{name: x.cpu() for name, x in moved.items() if isinstance(x, Tensor)})
 
 
 def circumstances(
