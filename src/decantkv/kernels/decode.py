@@ -135,8 +135,8 @@ def attend(
         decode_kernel[(programs, tiles)](
             q, keys, values, out, part, state, sink_logits, lens, splits.lane, splits.place, splits.start, counter,
             factor, cap2, splits.chunk, *q.stride()[:3], lanes // batch,
-            G=group, T=new, JOIN=JOIN, TILES=tiles, D=dim, DV=v_dim, BD=padded_dim(dim), BDV=padded_dim(v_dim), BM=block,
-            BN=cut.keys, CAPPED=softcap is not None, SINK=sink_logits is not None,
+            G=group, T=new, JOIN=JOIN, TILES=tiles, D=dim, DV=v_dim, BD=padded_dim(dim), BDV=padded_dim(v_dim),
+            BM=block, BN=cut.keys, CAPPED=softcap is not None, SINK=sink_logits is not None,
             PRECISION=precision_of(q.dtype, device), num_warps=cut.warps, num_stages=cut.stages, enable_fp_fusion=True,
         )  # fmt: skip
     return out
