@@ -82,7 +82,8 @@ def test_the_op_is_the_one_sdpa_runs(device, heads):
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     q, k, v = (torch.randn(2, h, 200, 64, generator=g).to(device, dtype) for h in (8, heads, heads))
     for backend in ["default"] if device == "cpu" else ["default", "FLASH_ATTENTION", "CUDNN_ATTENTION"]:
-        allowed = list(SDPBackend.__members__.values()) if backend == "default" else [SDPBackend[backend]]
+        allowed = list(SDPBackend.__members__.values())
+        allowed = allowed if backend == "default" else [SDPBackend.__members__[backend]]
         with sdpa_kernel([b for b in allowed if b not in (SDPBackend.ERROR, SDPBackend.OVERRIDEABLE)]):
             made = attend_with_lse(q, k, v, scale=0.2)
             same = torch.nn.functional.scaled_dot_product_attention(

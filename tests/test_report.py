@@ -187,3 +187,17 @@ def test_on_a_gpu_the_allocator_is_asked():
     assert report.memory.by == "allocator"
     assert abs(report.memory.after - cache.nbytes()) <= 8 * 2**20, "a block a layer"
     assert report.memory.after < report.memory.before * 0.3
+
+
+@pytest.mark.gpu
+def test_counts_of_prompts_long_past_are_on_the_host(monkeypatch):
+    monkeypatch.setattr(records, "SPANS", 6)
+    model = tiny.llama(head_dim=64).to("cuda", torch.bfloat16)
+    with decantkv.attach(model, budget=0.3, allocation="ada") as run:
+        for _ in range(7):
+            model(tiny.prompt(300).cuda())
+            torch.cuda.synchronize()
+    found = [record.counts.is_cuda for record in run.recorder.layers]
+    assert 0 < sum(found) < 12, found
+    assert found == sorted(found)
+    assert all(sum(map(sum, layer["kept"])) == 90 * 2 for layer in run.report().layers)

@@ -42,8 +42,7 @@ class Bounds:
             alone. None: as many as the prompt's budget gave.
         protect_prompt: what the prompt's eviction kept stays for good.
         decode: who attends to what was kept: "model", the model's own attention, through masks; "own", attention that
-            takes lengths and runs inside CUDA graphs; "auto": "own" on CUDA where the kernels are installed. "model"
-            is the default until rows from a GPU stand beside the others.
+            takes lengths and runs inside CUDA graphs; "auto": "own" on CUDA where the kernels are installed.
         store: where kept tokens live: "plain" buffers, or a layer of transformers' own: "fp8" or "static". The latter
             two are for allocations that give heads equally many tokens, and leave attention to the model.
         reuse_lse: a prompt's own attention also says its softmax denominators, so that scoring reads the keys once.
@@ -54,7 +53,7 @@ class Bounds:
     every: int | None = None
     decode_budget: int | None = None
     protect_prompt: bool = False
-    decode: Decode = "model"
+    decode: Decode = "auto"
     store: Inner = "plain"
     reuse_lse: bool = False
 

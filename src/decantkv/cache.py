@@ -85,7 +85,7 @@ class EvictingCache(DynamicCache):
         every: int | None = None,
         decode_budget: int | None = None,
         protect_prompt: bool = False,
-        decode: Decode = "model",
+        decode: Decode = "auto",
         store: Inner = "plain",
         reuse_lse: bool = False,
         **options: Any,

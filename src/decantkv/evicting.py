@@ -98,7 +98,7 @@ class EvictingLayer(PromptLayer):
     def record(self, lengths: Sequence[int], counts: Tensor, bytes_before: int) -> None:
         """Note what was kept."""
         after, raised = storage_bytes(self.store_tensors()), self.settings.raised(lengths)
-        self.recorder.layers.append(LayerRecord(self.layer_idx, tuple(lengths), counts, bytes_before, after, raised))
+        self.recorder.add(LayerRecord(self.layer_idx, tuple(lengths), counts, bytes_before, after, raised))
 
     def _renumber(self, kept: Kept, rotate: Rotate) -> None:
         """Turn kept keys by as many positions as were dropped behind them, so that no distance spans a gap."""

@@ -50,7 +50,7 @@ def attach(
     every: int | None = None,
     decode_budget: int | None = None,
     protect_prompt: bool = False,
-    decode: Decode = "model",
+    decode: Decode = "auto",
     store: Inner = "plain",
     reuse_lse: bool = False,
     **options: Any,
@@ -77,7 +77,8 @@ def attach(
             many as `budget` gave the prompt.
         protect_prompt: what was kept of the prompt stays for good.
         decode: "model": the model's own attention reads what was kept; "own": attention that takes lengths instead of
-            masks, and on CUDA steps of `generate` that are replayed as a CUDA graph; "auto": "own" on CUDA.
+            masks, on CUDA steps of `generate` that are replayed as a CUDA graph, and for chunks of a prompt attention
+            that needs no mask of everything by everything; "auto": "own" on CUDA, "model" elsewhere.
         store: "plain", or where kept tokens live inside a layer of transformers' own: "fp8" or "static".
         reuse_lse: with sdpa, prompts are attended to by the same op of torch's, asked for its softmax denominators:
             scoring then reads keys and values once instead of twice. `report` says where that was not possible.

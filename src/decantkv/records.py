@@ -6,14 +6,14 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 Stage = Literal["scoring", "selection", "compaction", "prefill"]
-SPANS = 1024  # open-ended runs add finished spans up beyond so many
+SPANS = 1024  # open-ended runs add finished spans up, and move counts off the device, beyond so many
 
 
 @dataclass(frozen=True)
@@ -117,11 +117,16 @@ class LayerRecord:
 
 @dataclass
 class Recorder:
-    """Collects what the layers of one cache, or of all caches of one run, did."""
+    """Collects what the layers of one cache, or of all caches of one run, did.
+
+    Counts of the last prompts stay on their device, so that nobody waits for them; older ones move to the host.
+    """
 
     method: str
     budget: str
     layers: list[LayerRecord] = field(default_factory=list)
+    settled: int = 0  # layers on record whose counts are on the host
+    marks: list[tuple[int, torch.device, torch.cuda.Event]] = field(default_factory=list)  # layers written by when
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
     left_alone: int = 0
     rounds: int = 0  # evictions of a layer while its prompt came in chunks or its answer was written
@@ -130,6 +135,22 @@ class Recorder:
     without_lse: dict[str, int] = field(default_factory=dict)  # reason → those that were to be and were not
     memory: Memory | None = None  # of the last prompt
     weights: int = 0  # bytes of the model's parameters, where they are known
+
+    def add(self, record: LayerRecord) -> None:
+        """Write down one layer's eviction."""
+        self.layers.append(record)
+        marked, device = self.marks[-1][0] if self.marks else self.settled, record.counts.device
+        if device.type == "cuda" and len(self.layers) - marked >= SPANS:
+            self.marks.append((len(self.layers), device, torch.cuda.current_stream(device).record_event()))
+        if self.marks and self.marks[0][2].query():
+            self._settle(*self.marks.pop(0)[:2])
+
+    def _settle(self, stop: int, device: torch.device) -> None:
+        """Move finished counts to the host; those of the device that said so on a stream with nothing to wait for."""
+        with torch.cuda.stream(torch.cuda.Stream(device)):
+            for i in range(self.settled, stop):
+                self.layers[i] = replace(self.layers[i], counts=self.layers[i].counts.cpu())
+        self.settled = stop
 
     def full_bytes(self, since: int) -> int:
         """Bytes of the full keys and values of all layers on record from number `since` on."""
