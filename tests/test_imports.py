@@ -20,7 +20,7 @@ LAYERS = [
     {"methods"},
     {"selection", "api", "needs"},
     {"settings", "records", "masks", "ragged", "inner"},
-    {"interface", "generating", "bounded"},
+    {"interface", "generating", "bounded", "fused"},
     {"layers", "evicting"},
     {"ragged_layers"},
     {"files", "joining", "graphs", "weighing"},

@@ -5,7 +5,8 @@ under capture, with ids and positions in tensors that stay; afterwards only thos
 Lengths live on the device and move inside the graph; what Python counts is counted beside it.
 
 A step is rehearsed before it is recorded, with every wait of the host an error, and a graph is trusted only after two
-of its steps gave what the plain forward gives: logits, new keys and lengths.
+of its steps gave what the plain forward gives: logits, new keys and lengths. In the recorded step norms and rotary
+embeddings take fewer launches (`fused`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from decantkv.evicting import EvictingLayer
+from decantkv.fused import Standin, in_place
 from decantkv.interface import AttentionCall
 from decantkv.ragged_layers import RaggedLayer
 
@@ -42,12 +44,14 @@ class Trust:
         broken: why graphs are no longer used, or None.
         replayed: steps that came from a graph.
         left: reason → steps on a GPU that no graph could hold.
+        standins: what stands in for the model's small operations in a recorded step; None: not looked for yet.
     """
 
     checked: int = 0
     broken: str | None = None
     replayed: int = 0
     left: dict[str, int] = field(default_factory=dict)
+    standins: Sequence[Standin] | None = None
 
     def give_up(self, reason: str) -> None:
         """Decode without graphs from now on, and say so."""
@@ -58,9 +62,15 @@ class Trust:
 class StepGraphs:
     """The steps of one generation; falls back to the plain forward for whatever a graph cannot hold."""
 
-    def __init__(self, layers: Sequence[CacheLayerMixin], trust: Trust, refused: str | None = None) -> None:
-        """`refused`: why this model's steps are not recorded, or None."""
-        self._layers, self._trust, self._refused = list(layers), trust, refused
+    def __init__(
+        self,
+        layers: Sequence[CacheLayerMixin],
+        trust: Trust,
+        refused: str | None = None,
+        find: Callable[[], Sequence[Standin]] = tuple,
+    ) -> None:
+        """`refused`: why this model's steps are not recorded, or None; `find` looks for stand-ins."""
+        self._layers, self._trust, self._refused, self._find = list(layers), trust, refused, find
         self._step: _Step | None = None
         self._warm = False
         self._calls: dict[int, AttentionCall] = {}  # each layer's last, for its scale and module
@@ -104,6 +114,8 @@ class StepGraphs:
             self._step, self._refused = None, "rows move about, as beams do"  # every step would be recorded anew
             return original(**kwargs)
         expected, before = None, None
+        if self._trust.standins is None:
+            self._trust.standins = self._find()
         if self._trust.checked < CHECKED:
             before = self._snapshot()
             if self._step is None and not self._rehearse(original, kwargs, before):
@@ -121,13 +133,22 @@ class StepGraphs:
         out = self._step.output()
         if expected is not None and before is not None:
             if not _agree(expected, self._state(out.logits)):
-                self._trust.give_up("its step differs from the model's own forward")
-                self._step = None
+                self._differs()
                 self._restore(before)
                 return original(**kwargs)
             self._trust.checked += 1
         self._trust.replayed += 1
         return out
+
+    def _differs(self) -> None:
+        """A recorded step is not the model's: once without stand-ins, then without graphs."""
+        self._step = None
+        if not self._trust.standins:
+            self._trust.give_up("its step differs from the model's own forward")
+            return
+        names = ", ".join(sorted({standin.name for standin in self._trust.standins}))
+        warnings.warn(f"decoding goes on without stand-ins for {names}: a step with them differs", stacklevel=2)
+        self._trust.standins, self._trust.checked = (), 0
 
     def _state(self, logits: Tensor) -> list[Tensor]:
         """What a step must agree in: logits, then each layer's lengths, newest keys and newest values."""
@@ -194,7 +215,8 @@ class StepGraphs:
         for layer in layers:
             layer.unmasked = True
         try:
-            return original(**plain, input_ids=ids, position_ids=position)
+            with in_place(self._trust.standins or ()):
+                return original(**plain, input_ids=ids, position_ids=position)
         finally:
             for layer in layers:
                 layer.unmasked = False

@@ -20,6 +20,7 @@ from decantkv.allocation import AllocationRule
 from decantkv.bounded import UNBOUNDED, Bounds, Decode
 from decantkv.budget import Budget
 from decantkv.cache import EvictingCache, cache_argument, check_model, decide, defer, deferred, give_up, new_recorder
+from decantkv.fused import standins
 from decantkv.generating import check_chunks, first_the_prompt, is_chunked, number_chunk, refuse_continuous_batching
 from decantkv.graphs import StepGraphs, Trust
 from decantkv.inner import Inner
@@ -227,7 +228,9 @@ class _Attachment:
             refused = "the model is spread over processes"
         if "forward" not in self._overridden and model is not None and graphs.on_gpu(next(model.parameters())):
             trust.broken = "another library has wrapped the model's forward"
-        return StepGraphs(cache.layers, trust, refused)
+        return StepGraphs(
+            cache.layers, trust, refused, functools.partial(standins, model) if model is not None else tuple
+        )
 
     def _step(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """The model's forward; steps of a generation that this run began come from a CUDA graph where one can be."""

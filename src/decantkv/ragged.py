@@ -80,6 +80,10 @@ class RaggedStore:
         if new > self.room:
             self._grow(max(new, ROOM, self.reserve))
             self.reserve = 0
+        if real is None and self._append_at_once(keys, values):
+            self.room -= new
+            self.appended += new
+            return
         place = torch.arange(new, device=keys.device)
         shown = None if real is None else real.repeat_interleave(self.heads, 0)  # [B·H, T]
         pads = 0 if shown is None else new - shown.sum(-1, keepdim=True)
@@ -92,6 +96,14 @@ class RaggedStore:
         self.lens += new if shown is None else shown.sum(-1)
         self.room -= new
         self.appended += new
+
+    def _append_at_once(self, keys: Tensor, values: Tensor) -> bool:
+        """Whether one launch wrote the new tokens and counted them."""
+        step = _kernels(keys, "step")
+        if step is None or keys.shape[2] > step.MOST_TOKENS or not keys.dtype == values.dtype == self.keys.dtype:
+            return False
+        step.append(keys, values, (self.keys, self.values), self.starts, self.lens)
+        return True
 
     def attend(
         self,
@@ -110,7 +122,7 @@ class RaggedStore:
         Returns:
             [B, HQ, T, Dv] in q's dtype. Rows of queries that were pads hold nothing of use.
         """
-        kernel = _kernel(q)
+        kernel = _kernels(q, "decode")
         if kernel is None or kernel.unsupported(q, self.keys, self.values) is not None:
             return self._attend_in_tiles(q, scale, softcap, sink_logits)
         if self._splits is None:
@@ -310,8 +322,8 @@ class RaggedStore:
         self.lens, self.starts, self.room, self._splits = lens, capacity.cumsum(0) - capacity, room, None
 
 
-def _kernel(q: Tensor) -> Any:
-    """The decode kernel, on CUDA where the package triton is installed."""
-    if not q.is_cuda or importlib.util.find_spec("triton") is None:
+def _kernels(x: Tensor, name: str) -> Any:
+    """One of the kernels' modules, on CUDA where the package triton is installed."""
+    if not x.is_cuda or importlib.util.find_spec("triton") is None:
         return None
-    return importlib.import_module("decantkv.kernels.decode")
+    return importlib.import_module(f"decantkv.kernels.{name}")

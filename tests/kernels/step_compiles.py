@@ -1,0 +1,19 @@
+"""Compile a step's small kernels for GPUs that are not there: no spills."""
+
+from __future__ import annotations
+
+import sys
+
+from decantkv.kernels import step
+from tests.kernels.compiles import TARGETS, compiled, spilled
+
+APPEND = {"T": 1, "D": 128, "DV": 128, "BD": 128, "BDV": 128}
+ROTATE = {"HALF": 64, "BH": 64}
+
+if __name__ == "__main__":
+    target, _ = TARGETS[sys.argv[1]]
+    for kernel, constants in ((step.append_kernel, APPEND), (step.rotate_kernel, ROTATE)):
+        for dtype in ("bf16", "fp32"):
+            made = compiled(kernel, target, dtype, constants, warps=1)
+            assert spilled(made, target) == 0, f"{kernel.fn.__name__} {dtype} spills"
+    print(f"{sys.argv[1]}: step kernels compile, no spills")
