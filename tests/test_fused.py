@@ -73,12 +73,17 @@ def test_everything_is_put_back_even_after_an_error():
     found = [*fused.standins(model), fused.Standin(vars(modeling_llama), "apply_rotary_pos_emb", turn)]
     assert len(found) == len(norms) + 1
     rotary = modeling_llama.apply_rotary_pos_emb
-    with pytest.raises(KeyError), fused.in_place(found):
+    with pytest.raises(KeyError):
+        _fail_inside(found, norms)
+    assert modeling_llama.apply_rotary_pos_emb is rotary
+    assert not any("forward" in vars(norm) for norm in norms)
+
+
+def _fail_inside(found, norms):
+    with fused.in_place(found):
         assert modeling_llama.apply_rotary_pos_emb is turn
         assert all("forward" in vars(norm) for norm in norms)
         raise KeyError
-    assert modeling_llama.apply_rotary_pos_emb is rotary
-    assert not any("forward" in vars(norm) for norm in norms)
 
 
 def test_a_norm_that_another_library_wrapped_is_left_alone():

@@ -92,6 +92,16 @@ def test_tasks_that_the_full_cache_fails_are_left_out_and_named():
     assert table.full.mean == 1.0
 
 
+def test_a_method_that_was_only_begun_gets_no_line(capsys):
+    rows = full([1.0] * 30) + rows_of([0.5] * 3) + rows_of([1.0] * 2, policy="snapkv")
+    (table,) = tables(rows)
+    assert [s.policy for s in table.summaries] == ["dropkv"]
+    assert table.begun == ("snapkv",)
+    configuration = {"suite": "s", "model": "m", "dtype": "d", "device": "cpu", "note": "", "yarn": 1.0}
+    print_tables({"configuration": configuration}, rows)
+    assert "begun, on fewer than a tenth of the prompts: snapkv" in capsys.readouterr().out
+
+
 def test_losing_drift_and_likelihood():
     rows = full([1.0, 0.5, 0.0], nll=1.0) + rows_of([0.89, 0.46, 0.0], nll=1.5)
     rows[-1]["new_tokens"] = 13

@@ -39,6 +39,8 @@ def print_tables(
         if one.left_out:
             left = ", ".join(f"{task} {score:.2f}" for task, score in one.left_out.items())
             console.print(f"not in the averages, the full cache itself being below 0.3: {left}", style="dim")
+        if one.begun:
+            console.print(f"begun, on fewer than a tenth of the prompts: {', '.join(one.begun)}", style="dim")
 
 
 def wide_console() -> Console:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 RESAMPLES = 4000
 LEAST_FULL = 0.3  # a task the full cache itself fails at says nothing about eviction
+LEAST_SHARE = 0.1  # of a length's prompts; a method measured on fewer has only been begun, and gets no line
 LOSS = 0.1  # a prompt "loses" when its score falls by more than this share of the full cache's
 
 Floats = NDArray[np.float64]
@@ -88,12 +89,13 @@ class Bootstrap:
 
 @dataclass(frozen=True)
 class Table:
-    """The summaries of one length, and the tasks left out of its averages with the full cache's score."""
+    """The summaries of one length; tasks left out of its averages, with the full cache's score; methods only begun."""
 
     length: int
     full: Interval
     summaries: tuple[Summary, ...]
     left_out: Mapping[str, float]
+    begun: tuple[str, ...] = ()
 
 
 def tables(rows: Sequence[Mapping[str, Any]], *, reference: str = "dropkv", measure: str = "score") -> list[Table]:
@@ -134,15 +136,18 @@ def _table(
     means = {task: float(np.mean([here[key][measure] for key in keys])) for task, keys in by_task.items()}
     kept = {task for task, mean in means.items() if measure != "score" or mean >= LEAST_FULL}
     chosen = {task: keys for task, keys in by_task.items() if task in kept} or by_task
-    summaries = []
+    summaries, begun = [], set()
     for (regime, policy, budget), answers in sorted(cells.items()):
         found = {key: row for key, row in answers.items() if key in here}
-        if found:
+        if 0 < len(found) < LEAST_SHARE * len(here):
+            begun.add(policy)
+        elif found:
             base = cells.get((regime, reference, budget), {}) if policy != reference else {}
             summaries.append(_summary(length, (regime, policy, budget), found, here, base, chosen, task_of, measure))
     left_out = {task: mean for task, mean in sorted(means.items()) if task not in chosen}
     whole = Bootstrap(chosen).interval({key: row[measure] for key, row in here.items()})
-    return Table(length, whole, tuple(s for s in summaries if s is not None), left_out)
+    shown = tuple(s for s in summaries if s is not None)
+    return Table(length, whole, shown, left_out, tuple(sorted(begun - {s.policy for s in shown})))
 
 
 def _summary(
