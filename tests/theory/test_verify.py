@@ -3,6 +3,7 @@
 import gzip
 import json
 import math
+import os
 from collections import Counter
 
 import pytest
@@ -15,8 +16,9 @@ from decantkv.observation import ObservingCache
 from decantkv.theory import cli, oracle
 from decantkv.theory.measure import Plan
 from decantkv.theory.plots import page
+from decantkv.theory.results import files_of, read
 from decantkv.theory.summary import summary
-from decantkv.theory.verify import read, run
+from decantkv.theory.verify import run
 
 from ..tiny import VOCABULARY, llama
 
@@ -127,17 +129,39 @@ def test_layers_measured_side_by_side_are_one_run(results, model, ids, tmp_path)
     measured(model, ids, paths[0], layers=range(2))
     measured(model, ids, paths[1], layers=range(2, 3))
     assert read(paths)[1] == results[2]
-    packed = tmp_path / "rows.jsonl.gz"
-    packed.write_bytes(gzip.compress(paths[0].read_bytes()))
-    assert read([packed]) == read([paths[0]])
+
+
+def test_packed_rows_count_once_and_are_gone_on_from(results, model, ids, tmp_path):
+    first = tmp_path / "rows-0-2.jsonl"
+    measured(model, ids, first, layers=range(2))
+    packed = tmp_path / "rows-0-2.jsonl.gz"
+    packed.write_bytes(gzip.compress(first.read_bytes()))
+    assert read([packed]) == read([first]) == read([first, packed])
+    first.unlink()
+    _, rest = measured(model, ids, tmp_path / "rows.jsonl")
+    assert {r["layer"] for r in rest} == {2}
+    assert read(files_of(tmp_path))[1] == results[2]
+
+
+def test_workers_measure_the_same(results, model, ids, tmp_path):
+    before = dict(os.environ)
+    path = tmp_path / "rows.jsonl"
+    assert measured(model, ids, path, workers=2)[1] == results[2]
+    assert os.environ == before
+    written = [json.loads(line) for line in path.read_text().splitlines()[1:]]
+    for layer in range(LAYERS):  # a layer's rows stand together and end with its mark
+        at = [i for i, line in enumerate(written) if line["layer"] == layer]
+        assert at == list(range(at[0], at[-1] + 1))
+        assert written[at[-1]] == {"kind": "done", "layer": layer}
 
 
 def test_another_runs_file_is_refused(results, model, ids, tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text(results[0].read_text())
-    with pytest.raises(ValueError, match="got another prompt_sha256"):
-        measured(model, ids.flip(1), path)
-    other = tmp_path / "other.jsonl"
+    for name in ("rows.jsonl", "rows-0-1.jsonl"):  # the file itself, and one beside it
+        with pytest.raises(ValueError, match="got another prompt_sha256"):
+            measured(model, ids.flip(1), tmp_path / name)
+    other = tmp_path / "other" / "rows.jsonl"
     measured(model, ids.flip(1), other, layers=range(1))
     with pytest.raises(ValueError, match="same model, prompt and plan"):
         read([path, other])
@@ -146,6 +170,8 @@ def test_another_runs_file_is_refused(results, model, ids, tmp_path):
 def test_what_cannot_be_measured_is_refused(model, ids, tmp_path):
     with pytest.raises(ValueError, match="expected one prompt"):
         measured(model, ids.expand(2, -1), tmp_path / "a.jsonl")
+    with pytest.raises(ValueError, match="workers: expected at least 1"):
+        measured(model, ids, tmp_path / "a.jsonl", workers=0)
     with pytest.raises(ValueError, match="a window of queries"):
         measured(model, ids, tmp_path / "b.jsonl", method=resolve("knorm"))
     with pytest.raises(ValueError, match="expected at least 42 tokens"):
@@ -162,6 +188,13 @@ def test_tables_say_what_the_rows_say(results):
     assert f"{len(every):,}" in line
     assert f"{share:.1f} %" in line
     assert "the paper" in text.lower()
+
+
+def test_tables_of_some_layers_say_so(results):
+    _, header, records = results
+    some = [r for r in records if r["layer"] != 1]
+    assert summary(header, some).startswith("PARTIAL: 2 of 3 layers, 0, 2.\n")
+    assert "PARTIAL" not in summary(header, records)
 
 
 def test_the_page_of_plots_is_drawn(results, tmp_path):
@@ -209,8 +242,9 @@ def test_the_command_on_the_demo_model(model_path, tmp_path, capsys):
 
 
 @pytest.mark.gpu
-def test_a_gpu_measures_the_same(model, ids, results, tmp_path):
-    _, records = measured(llama().cuda(), ids.cuda(), tmp_path / "rows.jsonl")
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_gpu_measures_the_same(model, ids, results, tmp_path, workers):
+    _, records = measured(llama().cuda(), ids.cuda(), tmp_path / "rows.jsonl", workers=workers)
     assert len(records) == len(results[2])
     for here, there in zip(records, results[2], strict=True):
         for place in ("kind", "layer", "kv_head", "head", "row", "pool", "k", "selection"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -85,18 +86,22 @@ def relaxed(pool: Rows, k: int, direction: Tensor, *, apertures: int = 64) -> li
     """
     if pool.num_rows != 1:
         raise ValueError(f"pool: expected one row, got {pool.num_rows}")
-    distance = pool.distance()[0]
-    weighted = pool.p[0] * distance
-    cosine = torch.where(distance > 0, pool.residual(0) @ direction / distance.where(distance > 0, 1.0), 1.0)
-    order = torch.argsort(cosine)
-    cosine, weighted = cosine[order], weighted[order]
-    entries = []
+    residuals = pool.residuals[0]
+    cosine, order = residuals.cosine(direction).sort()
+    weighted = (pool.p[0] * residuals.distance)[order].cpu().numpy()
     fewest = int((cosine <= 0).sum())
-    for outliers in _spread(fewest, pool.num_keys, apertures):
-        c = min(float(cosine[outliers]), 1.0)
-        mu = float(weighted[:outliers].topk(min(k, outliers)).values.sum())
-        entries.append(Relaxed(c, outliers, mu, (1 + c) * mu, bound_factor(c, pool.epsilon, k)))
+    epsilon, numbers = pool.epsilon, _spread(fewest, pool.num_keys, apertures)
+    heaviest, seen, entries = np.empty(0), 0, []
+    for outliers, found in zip(numbers, cosine[numbers].tolist(), strict=True):
+        heaviest, seen = _largest(np.concatenate([heaviest, weighted[seen:outliers]]), k), outliers
+        c, mu = min(found, 1.0), float(heaviest.sum())
+        entries.append(Relaxed(c, outliers, mu, (1 + c) * mu, bound_factor(c, epsilon, k)))
     return entries
+
+
+def _largest(values: np.ndarray, k: int) -> np.ndarray:
+    """The k largest, or all of fewer, in no order."""
+    return values if len(values) <= k else np.partition(values, len(values) - k)[-k:]
 
 
 def _spread(start: int, stop: int, most: int) -> list[int]:
@@ -109,11 +114,9 @@ def _spread(start: int, stop: int, most: int) -> list[int]:
 
 def scan(pool: Rows, k: int, found: Cone) -> list[Relaxed]:
     """Relaxed bounds along the cone's direction, the mean of the unit residuals and the mean of the weighted ones."""
-    residual = pool.residual(0)
-    distance = torch.linalg.vector_norm(residual, dim=-1, keepdim=True)
-    unit = residual / distance.where(distance > 0, 1.0)
+    residuals = pool.residuals[0]
     directions = [] if found.direction is None else [found.direction]
-    for mean in (unit.mean(0), pool.p[0] @ residual):
+    for mean in (residuals.mean_unit, residuals.weighted(pool.p[0])):
         norm = torch.linalg.vector_norm(mean)
         if norm > 0:
             directions.append(mean / norm)

@@ -26,6 +26,7 @@ def verify(
     ks: Annotated[str, typer.Option("--k", help="How many keys go from those.")] = "2,3,4,5,6,7,8",
     rows: Annotated[int, typer.Option(min=1, help="Rows of each query head that are searched.")] = 2,
     layers: Annotated[str, typer.Option(help="FIRST:STOP of the layers to measure, for runs side by side.")] = "",
+    workers: Annotated[int, typer.Option(min=1, help="Processes that measure KV heads; each wants a core.")] = 1,
     seed: Annotated[int, typer.Option(help="Chooses the searched rows.")] = 0,
     raw: Annotated[bool, typer.Option("--raw", help="Do not use the model's chat template.")] = False,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16; default: the model's on a GPU.")] = "",
@@ -47,6 +48,7 @@ def verify(
             method=method,
             budget=budget,
             layers=_span(layers),
+            workers=workers,
             raw=raw,
             dtype=dtype,
             name=name or model,
@@ -88,6 +90,7 @@ def _measure(model_name: str, prompt_file: Path, path: Path, **options: Any) -> 
             budget=share,
             plan=Plan(n_keep=n_keep, **options["plan"]),
             layers=options["layers"],
+            workers=options["workers"],
             progress=lambda what: status.update(f"{what} of {model.config.num_hidden_layers}"),
         )
 
@@ -118,11 +121,10 @@ def prompt_ids(tokenizer: Any, text: str, question: str, *, tokens: int, raw: bo
 
 def _tell(out: Path) -> None:
     from decantkv.theory.plots import page
+    from decantkv.theory.results import files_of, read
     from decantkv.theory.summary import summary
-    from decantkv.theory.verify import read
 
-    packed = [path for path in out.glob("rows*.jsonl.gz") if not path.with_suffix("").exists()]
-    paths = sorted([*out.glob("rows*.jsonl"), *packed])
+    paths = files_of(out)
     if not paths:
         raise ValueError(f"out: expected rows*.jsonl in {out} or a --model to measure, got neither")
     header, records = read(paths)

@@ -14,6 +14,8 @@ import torch
 from scipy.optimize import nnls
 from torch import Tensor
 
+from decantkv.theory.rows import Residuals
+
 ORIGIN = 1e-9  # a hull point shorter than this is the origin: unit vectors in float64 are good to 1e-16
 
 
@@ -42,7 +44,7 @@ class Cone:
         return self.c > 0
 
 
-def cone(residuals: Tensor, *, tol: float = 1e-7, max_rounds: int = 200) -> Cone:
+def cone(residuals: Tensor | Residuals, *, tol: float = 1e-7, max_rounds: int = 200) -> Cone:
     """Solve for c* over a pool of any size.
 
     The shortest hull point of a working set of residuals is a non-negative least-squares problem (scipy's active-set
@@ -51,40 +53,50 @@ def cone(residuals: Tensor, *, tol: float = 1e-7, max_rounds: int = 200) -> Cone
     origin the answer is 0 whatever the other residuals are.
 
     Args:
-        residuals: [M, Dv] float64, any device. Zero residuals fit every cone and are left out.
+        residuals: of one row, or any [M, Dv] float64. Zero residuals fit every cone and are left out.
         tol: the gap to stop at.
         max_rounds: rounds after which the bounds so far are returned, gap and all.
 
     Raises:
         ValueError: not a matrix of finite numbers.
     """
-    if residuals.dim() != 2 or not bool(torch.isfinite(residuals).all()):
-        raise ValueError(f"residuals: expected a finite [keys, head_dim] matrix, got {list(residuals.shape)}")
-    norm = torch.linalg.vector_norm(residuals, dim=-1, keepdim=True)
-    unit = (residuals / norm)[norm[:, 0] > 0]
-    if not len(unit):
+    if isinstance(residuals, Tensor):
+        if residuals.dim() != 2:
+            raise ValueError(f"residuals: expected a finite [keys, head_dim] matrix, got {list(residuals.shape)}")
+        residuals = Residuals.of(residuals)
+    if not bool(torch.isfinite(residuals.distance).all()):
+        raise ValueError(f"residuals: expected a finite [keys, head_dim] matrix, got {list(residuals.v.shape)}")
+    pointing = len(residuals.distance) - (0 if residuals.zero is None else int(residuals.zero.sum()))
+    if not pointing:
         return Cone(1.0, 1.0, None, 0)
-    batch = 2 * unit.shape[1] + 2
-    working = torch.topk(unit @ unit.mean(0), min(batch, len(unit)), largest=False).indices
+    batch = min(2 * residuals.v.shape[1] + 2, pointing)
+    working = _lowest(residuals, residuals.mean_unit, batch)
     best = Cone(-1.0, 1.0, None, 0)
     for rounds in range(1, max_rounds + 1):
-        x, used = _shortest(unit[working].cpu().numpy())
+        x, used = _shortest(residuals.units(working).cpu().numpy())
         upper = min(float(np.linalg.norm(x)), best.upper)
         if upper <= ORIGIN:
             return Cone(0.0, upper, None, rounds)
-        direction = torch.from_numpy(x / np.linalg.norm(x)).to(unit.device)
-        cosine = unit @ direction
-        c = float(cosine.min())
+        direction = torch.from_numpy(x / np.linalg.norm(x)).to(residuals.v.device)
+        cut = _lowest(residuals, direction, batch)
+        c = float((residuals.units(cut) @ direction).min())
         best = Cone(c, upper, direction, rounds) if c > best.c else Cone(best.c, upper, best.direction, rounds)
         if best.upper - best.c <= tol:
             break
-        cut = torch.topk(cosine, min(batch, len(unit)), largest=False).indices
         carrying = working[torch.from_numpy(used).to(working.device)]
         grown = torch.unique(torch.cat([carrying, cut]))
         if len(grown) == len(working) and bool((grown == working.sort().values).all()):
             break  # the solver's own precision is reached
         working = grown
     return best
+
+
+def _lowest(residuals: Residuals, direction: Tensor, m: int) -> Tensor:
+    """[m] the keys whose residuals, 0 aside, have the smallest cosines with a direction."""
+    cosine = residuals.cosine(direction)
+    if residuals.zero is not None:
+        cosine = cosine.masked_fill(residuals.zero, torch.inf)
+    return cosine.topk(m, largest=False).indices
 
 
 def _shortest(unit: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

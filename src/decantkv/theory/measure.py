@@ -104,13 +104,13 @@ def measure(head: Head, plan: Plan) -> Iterator[Record]:
 def _assumptions(head: Head, plan: Plan, evicted: Tensor) -> Iterator[Record]:
     """ε and c* of every row over growing pools."""
     candidates = head.candidates()
+    sizes = [m for m in plan.pool_sizes if m <= len(candidates)]
+    going = head.rows.take(evicted)
     for i in range(head.rows.num_rows):
         row = head.rows.row(i)
-        order = candidates[smallest(row.p[0, candidates], len(candidates))]
-        pools = [("lowest", order[:m]) for m in plan.pool_sizes if m <= len(order)] + [("evicted", evicted)]
-        for name, keys in pools:
-            pool = row.take(keys)
-            found = cone(pool.residual(0))
+        order = candidates[smallest(row.p[0, candidates], max(sizes, default=0))]
+        for name, pool in [*(("lowest", row.take(order[:m])) for m in sizes), ("evicted", going.row(i))]:
+            found = cone(pool.residuals[0])
             k = min(max(plan.ks), pool.num_keys - 1)
             shift = pool.joint(smallest(pool.cost(), k))
             certified = bounds.certified_ratio(bounds.scan(pool, k, found), shift)
@@ -145,13 +145,13 @@ def _searched(head: Head, plan: Plan, rows: Rows, where: Record, scores: Tensor 
     pooled = head.pooled(raw.square() if scores is None else scores)
     attention = rows.p.sum(0)
     candidates = head.candidates()
-    by_attention = candidates[smallest(attention[candidates], len(candidates))]
+    by_attention = candidates[smallest(attention[candidates], plan.search_size)]
     by_cost = candidates[smallest(raw[candidates], len(candidates))]
     cut = min(max(len(candidates) - plan.n_keep + head.window - plan.search_size // 2, 0), len(by_cost))
-    pools = {"lowest": by_attention[: plan.search_size], "cut": by_cost[cut : cut + plan.search_size]}
+    pools = {"lowest": by_attention, "cut": by_cost[cut : cut + plan.search_size]}
     for name, keys in pools.items():
         pool = rows.take(keys)
-        cones = [cone(pool.residual(i)) for i in range(pool.num_rows)]
+        cones = [cone(residuals) for residuals in pool.residuals]
         c = min(found.c for found in cones)
         root = bounds.window_factor(pool.num_rows)
         for k, best in best_subsets(pool, plan.ks).items():

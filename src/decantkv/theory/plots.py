@@ -38,6 +38,9 @@ def page(header: Record, records: Sequence[Record], path: Path) -> None:
     _by_k(axes[4], [r for r in ratios if (r["scope"], r["pool"]) == ("row", "lowest")], layers)
     _moves(axes[5], fields_of(records, "eviction"))
     kept = f"{header['tokens']:,} tokens, {header['plan']['n_keep']:,} kept per head"
+    measured = len({r["layer"] for r in records})
+    if measured < layers:
+        kept += f"; PARTIAL: {measured} of {layers} layers"
     figure.suptitle(f"{header['model']}, {kept}\n{header['method']}", fontsize=10)
     figure.savefig(path, dpi=110, metadata={"Software": None} if path.suffix == ".png" else None)
 
@@ -62,6 +65,7 @@ def _epsilon(axis: Any, assumptions: Sequence[Record]) -> None:
     for (name, group), (color, _, dash) in zip(_pools(assumptions), STYLES, strict=False):
         _curve(axis, [r["epsilon"] for r in group], color, dash, name)
     axis.set(title="ε, the largest weight in the pool", xlabel="ε", ylabel="% of records below", xscale="log")
+    axis.set_xlim(left=min(np.quantile([r["epsilon"] for r in group], 0.05) for _, group in _pools(assumptions)))
     axis.legend(title="pool L", fontsize=8)
 
 

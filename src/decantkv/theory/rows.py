@@ -4,12 +4,65 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from decantkv.scoring import reference
 from decantkv.scoring.window import AttentionWindow
+
+
+@dataclass(frozen=True)
+class Residuals:
+    """r_j = a − v_j of one row, not stored: over 100,000 keys each copy costs more than what is computed from it.
+
+    Attributes:
+        a: [Dv] float64.
+        v: [M, Dv] float64.
+        distance: [M] float64, ‖r_j‖.
+    """
+
+    a: Tensor
+    v: Tensor
+    distance: Tensor
+
+    @classmethod
+    def of(cls, residuals: Tensor) -> Residuals:
+        """From residuals [M, Dv] as they are."""
+        return cls(residuals.new_zeros(residuals.shape[1]), -residuals, torch.linalg.vector_norm(residuals, dim=-1))
+
+    @cached_property
+    def inverse(self) -> Tensor:
+        """[M]: 1/‖r_j‖; 0 for a residual of 0."""
+        return torch.where(self.distance > 0, 1 / self.distance, 0.0)
+
+    @cached_property
+    def zero(self) -> Tensor | None:
+        """[M] bool, which residuals are 0, or None where none is."""
+        zero = self.distance == 0
+        return zero if bool(zero.any()) else None
+
+    @cached_property
+    def mean_unit(self) -> Tensor:
+        """[Dv]: the sum of all r_j/‖r_j‖ over M."""
+        return (self.inverse.sum() * self.a - self.inverse @ self.v) / len(self.distance)
+
+    def weighted(self, p: Tensor) -> Tensor:
+        """[Dv]: Σ p_j r_j for weights [M]."""
+        return p.sum() * self.a - p @ self.v
+
+    def units(self, index: Tensor) -> Tensor:
+        """[m, Dv]: r_j/‖r_j‖ of m keys."""
+        return (self.a - self.v[index]) * self.inverse[index, None]
+
+    def cosine(self, direction: Tensor) -> Tensor:
+        """[M]: cos(r_j, u) for a unit vector u [Dv]; 1 for a residual of 0, which fits every cone.
+
+        Good to 1e-16 · ‖a‖/‖r_j‖: where that matters, `units` gives the few cosines that do.
+        """
+        cosine = (self.a @ direction - self.v @ direction) * self.inverse
+        return cosine if self.zero is None else cosine.masked_fill(self.zero, 1.0)
 
 
 @dataclass(frozen=True)
@@ -49,7 +102,16 @@ class Rows:
 
     def distance(self) -> Tensor:
         """[R, M]: ‖r_j‖ of every row."""
+        return self._distance
+
+    @cached_property
+    def _distance(self) -> Tensor:
         return torch.cdist(self.a, self.v, compute_mode="donot_use_mm_for_euclid_dist")
+
+    @cached_property
+    def residuals(self) -> tuple[Residuals, ...]:
+        """Every row's residuals, for passes over many keys."""
+        return tuple(Residuals(a, self.v, d) for a, d in zip(self.a, self.distance(), strict=True))
 
     def singleton(self) -> Tensor:
         """[R, M]: how far losing key j alone moves row i, p/(1 − p) · ‖a − v_j‖ (Lemma 1)."""
@@ -93,7 +155,10 @@ class Rows:
 
 def smallest(values: Tensor, k: int) -> Tensor:
     """[k] indices of the k smallest of `values` [M]; among equals the earlier key goes first."""
-    return torch.argsort(values, stable=True)[:k]
+    if not 0 < 4 * k < len(values):
+        return torch.argsort(values, stable=True)[:k]
+    near = torch.nonzero(values <= values.kthvalue(k).values).flatten()
+    return near[torch.argsort(values[near], stable=True)[:k]]
 
 
 def rows_of(win: AttentionWindow, batch: int, kv_head: int) -> Rows:

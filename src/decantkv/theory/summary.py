@@ -60,13 +60,15 @@ def summary(header: Record, records: Sequence[Record]) -> str:
     """All tables as plain text, 110 columns."""
     out = Console(file=io.StringIO(), width=110, color_system=None, highlight=False)
     plan = header["plan"]
+    layers, measured = header["geometry"]["layers"], sorted({r["layer"] for r in records})
+    if len(measured) < layers:
+        out.print(f"PARTIAL: {len(measured)} of {layers} layers, {', '.join(map(str, measured))}.")
     out.print(
         f"{header['model']}: {header['tokens']:,} tokens, {header['dtype']} on {header['device']}, "
         f"{header['method']}, budget {header['budget']} = {plan['n_keep']:,} kept per head.\n"
         "The paper's figures stand beside ours for comparison. They are of other models (Llama-3.1-8B-Instruct,\n"
         "Mistral-7B-512K, Qwen2.5-7B-1M at 128K tokens) and of candidate pools whose size it does not give.\n"
     )
-    layers = header["geometry"]["layers"]
     assumptions, ratios = fields_of(records, "assumptions"), fields_of(records, "ratio")
     for title, table in (
         _assumptions(assumptions, max(plan["ks"])),
