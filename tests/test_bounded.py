@@ -9,6 +9,7 @@ import torch
 from transformers import DynamicCache
 
 import decantkv
+from decantkv.buffers import SlackStore
 from decantkv.cache import cache_argument, deferred
 from decantkv.evicting import EvictingLayer
 from decantkv.observation import ObservingCache
@@ -357,3 +358,15 @@ def test_what_does_not_go_together_is_refused_at_the_call(options, message):
     with pytest.raises(ValueError, match=message):
         decantkv.EvictingCache(model, budget=0.5, **options)
     assert not any(isinstance(v, EvictingLayer) for v in vars(model).values())
+
+
+def test_chunks_are_put_together_in_a_buffer_that_doubles(monkeypatch):
+    """Not copied once more for every chunk: many chunks cost less than two copies of the prompt."""
+    copied, move = [], SlackStore._moved
+    monkeypatch.setattr(SlackStore, "_moved", lambda self, x, slots: copied.append(self.length) or move(self, x, slots))
+    model, ids = tiny.llama(), tiny.prompt(960)
+    cache = decantkv.EvictingCache(model, budget=0.2)
+    in_chunks(model, cache, {"input_ids": ids}, 24)
+    assert sum(copied) < 2 * 960 * 2 * len(cache.layers)  # keys and values; chunk by chunk it would be 19 prompts
+    assert all(layer.chunks is None for layer in cache.layers)
+    assert cache.nbytes() == 3 * 2 * 2 * 192 * 8 * 4  # layers, K and V, heads, kept, head_dim, bytes

@@ -66,7 +66,7 @@ class EvictingLayer(PromptLayer):
         counts = [min(n, most) for n, most in zip(self.settings.n_keep(lengths), held, strict=True)]
         if self.trail is not None and counts != self.settings.n_keep(lengths):
             self.recorder.capped = True
-        before = storage_bytes([keys, values])
+        before = sum({x.data_ptr(): x.nbytes for x in (keys, values)}.values())  # slack of chunks apart
         if self.trail is not None:  # of all that was read, not of what early chunks left
             before = before * self.logical // keys.shape[2]
         if counts == list(held):
@@ -228,6 +228,9 @@ class EvictingLayer(PromptLayer):
             return False
         return 0 in self._held(call) or self._read_mask(call, min(self.rows, call.query.shape[2])).window is None
 
+    def _ahead(self, length: int, new: int) -> int:
+        return super()._ahead(length, new) if self.bounds.max_kv_tokens is None else new
+
     @torch.no_grad()
     def _thin(self, most: int) -> None:
         """Keep at most that many of the tokens a waiting prompt has so far."""
@@ -257,7 +260,7 @@ class EvictingLayer(PromptLayer):
             forced,
         )
         with self.recorder.stopwatch.measure("compaction", keys.device):
-            self.prompt = gather_kv(keys, values, kept.indices)
+            self.prompt, self.chunks = gather_kv(keys, values, kept.indices), None
         held = self.held = tuple(min(n, most) for n in held)
         self.trail = self.trail.keep(kept, held)
         self.waiting = (dataclasses.replace(call, key=self.prompt[0], value=self.prompt[1], mask=None), chunk)

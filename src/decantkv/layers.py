@@ -51,6 +51,7 @@ class PromptLayer(CacheLayerMixin):
         self.store: SlackStore | None = None
         self.expected = 0  # the length that prompt and answer may reach, where the caller said so
         self.prompt: tuple[Tensor, Tensor] | None = None
+        self.chunks: SlackStore | None = None  # where a prompt that comes in chunks is put together
         self.valid: Tensor | None = None  # [B, 1 or H, K] bool; None while every kept slot holds a token
         self.logical = 0
         self.kept: Kept | None = None
@@ -100,10 +101,7 @@ class PromptLayer(CacheLayerMixin):
         if self.store is None and (key_states.shape[-2] > 1 or self.deferred):
             interface.expect(self)
             self.logical += key_states.shape[-2]
-            if self.prompt is not None:
-                key_states = torch.cat([self.prompt[0], key_states], -2)
-                value_states = torch.cat([self.prompt[1], value_states], -2)
-            self.prompt = (key_states, value_states)
+            self.prompt = self._with_older(key_states, value_states)
             return self.prompt
         if self.store is None:  # a prompt of one token: nothing to choose from
             self.store = SlackStore(key_states[:, :, :0], value_states[:, :, :0], reserve=self.reserve())
@@ -112,6 +110,19 @@ class PromptLayer(CacheLayerMixin):
             interface.expect(self)
         keys, values = self.store.update(key_states, value_states)
         return keys, values
+
+    def _with_older(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """A prompt's chunk behind the earlier ones, in a buffer that doubles, up to the length that was announced."""
+        if self.prompt is None:
+            return keys, values
+        if self.chunks is None:
+            self.chunks = SlackStore(*self.prompt)
+        self.chunks.reserve = self._ahead(self.chunks.length, keys.shape[-2])
+        return self.chunks.update(keys, values)
+
+    def _ahead(self, length: int, new: int) -> int:
+        """Tokens of a prompt to take room for when its buffer grows from `length` for `new` of them."""
+        return length if not self.expected else min(length, max(0, self.expected - self.logical) + new)
 
     def attend(self, call: AttentionCall) -> Tensor | None:
         """None: the model's own attention reads what `update` returned."""
@@ -145,7 +156,7 @@ class PromptLayer(CacheLayerMixin):
         except BaseException:
             self.reset()
             raise
-        self.prompt = None
+        self.prompt = self.chunks = None
 
     def _check_owner(self, call: AttentionCall) -> None:
         if self.owner is None:
@@ -178,7 +189,7 @@ class PromptLayer(CacheLayerMixin):
         except BaseException:
             self.reset()
             raise
-        self.prompt = self.waiting = self.seen = None
+        self.prompt = self.chunks = self.waiting = self.seen = None
 
     def _read_mask(self, call: AttentionCall, rows: int) -> PromptMask:
         batch, _, kv_len, _ = call.key.shape
@@ -282,7 +293,7 @@ class PromptLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Empty again."""
-        self.store = self.prompt = self.valid = self.kept = self.waiting = self.seen = None
+        self.store = self.prompt = self.chunks = self.valid = self.kept = self.waiting = self.seen = None
         self.logical = 0
 
     def tensors(self) -> list[Tensor]:
