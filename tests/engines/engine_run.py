@@ -12,6 +12,10 @@ import tempfile
 from importlib.metadata import entry_points
 from pathlib import Path
 
+import torch
+
+from tests.engines.recording import recording
+
 RESULT = "RESULT "
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -34,12 +38,13 @@ LLM = {
 }
 
 
-def run(model, prompts, *, eviction=None, tokens=12, environment=None, aborts=0, timeout=600, **llm):
+def run(model, prompts, *, eviction=None, tokens=12, environment=None, aborts=0, record=False, timeout=600, **llm):
     """What an engine answers, greedily; several processes where `llm` says so.
 
     Returns:
         A dict: tokens and logprobs (a list per prompt), cached (tokens from the prefix cache), and, of engines in one
         process, running (most at once), steps, preempted, left (blocks in use at the end), counters; log is stderr.
+        With `record` evictions, as `recording` notes them.
     """
     many = llm.get("tensor_parallel_size", 1) * llm.get("pipeline_parallel_size", 1) > 1
     options = {**LLM, **llm}
@@ -49,6 +54,17 @@ def run(model, prompts, *, eviction=None, tokens=12, environment=None, aborts=0,
     env = {**os.environ, **ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(many)), **(environment or {})}
     if many:
         env["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
+    with tempfile.TemporaryDirectory() as folder:
+        if record:
+            job["record"] = str(Path(folder, "evictions.pt"))
+        result = start(job, env, timeout)
+        if record:
+            result["evictions"] = torch.load(job["record"])
+    return result
+
+
+def start(job, env, timeout):
+    """Run `main` on a job in a process of its own."""
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [announced(), env.get("PYTHONPATH")]))
     done = subprocess.run(
         [sys.executable, "-m", "tests.engines.engine_run"],
@@ -88,7 +104,8 @@ def main():
     prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
     core = getattr(engine.llm_engine.engine_core, "engine_core", None)
     watched = contextlib.nullcontext({}) if core is None else watching(core.scheduler, engine.llm_engine)
-    with watched as seen:
+    noting = recording() if job.get("record") else contextlib.nullcontext([])
+    with noting as evictions, watched as seen:
         if job["aborts"]:
             answers = churn(engine.llm_engine, prompts, job["tokens"], job["aborts"])
         else:
@@ -102,6 +119,8 @@ def main():
             ]
     from decantkv.engines.vllm import counters
 
+    if job.get("record"):
+        torch.save(evictions, job["record"])
     sums = {name: getattr(counters.ENGINE, name) + getattr(counters.WORKER, name) for name in counters.HELP}
     result = {name: [answer[name] for answer in answers] for name in answers[0]} if answers else {}
     print(f"\n{RESULT}" + json.dumps({**result, **seen, "counters": sums}), flush=True)

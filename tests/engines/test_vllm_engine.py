@@ -52,7 +52,7 @@ def reference(model, ids, *, budget, tokens=TOKENS, block_size=BLOCK, **options)
     settings = BlockSettings.of(Settings.parse(options.pop("method", "dropkv"), budget=budget, **options), block_size)
     cache = EvictingCache.of(model, settings, new_recorder(settings))
     out = model.generate(
-        torch.tensor([ids]),
+        torch.tensor([ids], device=model.device),
         past_key_values=cache,
         max_new_tokens=tokens,
         output_logits=True,

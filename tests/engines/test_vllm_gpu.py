@@ -1,6 +1,8 @@
 """vLLM on a GPU: both backends and model runners, with and without CUDA graphs, against transformers evicting alike.
 
-Run on a machine with a GPU and vLLM by `make test-gpu`; written before such a run, see docs/vllm.md.
+Run on a machine with a GPU and vLLM by `make test-gpu`, with `-n 8` in workers side by side: 20 engines, of 30 to 50
+seconds each, and one more where there are two GPUs. `judge` says how an answer is judged, and `test_vllm_judge.py`
+that mistakes do not pass.
 """
 
 from __future__ import annotations
@@ -10,12 +12,12 @@ import importlib.util
 import pytest
 import torch
 
-from decantkv.cache import EvictingCache, new_recorder
 from decantkv.engines.blocks import BlockSettings
 from decantkv.settings import Settings
 from tests import tiny
 from tests.engines.engine_run import run
-from tests.engines.test_vllm_engine import folder, prompts  # noqa: F401  (a fixture)
+from tests.engines.judge import judge, rounded
+from tests.engines.test_vllm_engine import folder, prompts, reference  # noqa: F401  (a fixture)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -23,23 +25,27 @@ pytestmark = [
 ]
 
 BLOCK, TOKENS, BUDGET = 16, 16, 0.25
-NEAR = 0.15  # of log-probabilities of bfloat16 models whose weights are sharpened
+SETTINGS = BlockSettings.of(Settings.parse("dropkv", budget=BUDGET), BLOCK)
+MIXED = (1000, 517, 64, 1500, 33, 96, 700, 7)
+# of log-probabilities in float32; vLLM's Triton attention multiplies in tf32, which makes up to 0.0015
+NEAR = 0.005
 DEVICE = {
     "block_size": BLOCK,
-    "dtype": "bfloat16",
-    "gpu_memory_utilization": 0.1,
-    "kv_cache_memory_bytes": 2**30,  # said, not found out: tests run side by side on one GPU
+    "gpu_memory_utilization": 0.02,  # tests run side by side on one GPU, so others may hold most of it
+    "kv_cache_memory_bytes": 2**30,  # said, not found out, for the same reason
     "num_gpu_blocks_override": 2000,
     "max_num_batched_tokens": 2048,
 }
+EAGER_AND_GRAPHS = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+RUNNERS = pytest.mark.parametrize("runner", [1, 2])
 
 
 @pytest.fixture(scope="session")
 def model():
-    return tiny.llama(head_dim=64, hidden_size=256, max_position_embeddings=4096).to("cuda", torch.bfloat16)
+    return tiny.llama(head_dim=64, hidden_size=256, max_position_embeddings=4096).to("cuda")
 
 
-def engine(folder, asked, *, backend, runner, graphs, eviction=BUDGET, **options):  # noqa: F811
+def engine(folder, asked, *, dtype, backend, runner, graphs, eviction=BUDGET, tokens=TOKENS, **options):  # noqa: F811
     return run(
         folder,
         asked,
@@ -47,81 +53,132 @@ def engine(folder, asked, *, backend, runner, graphs, eviction=BUDGET, **options
         environment={"VLLM_USE_V2_MODEL_RUNNER": str(runner - 1), "VLLM_USE_FLASHINFER_SAMPLER": "0"},
         attention_config={"backend": backend},
         enforce_eager=not graphs,
-        tokens=TOKENS,
+        dtype=dtype,
+        tokens=tokens,
+        record=options.get("tensor_parallel_size", 1) == 1,
         timeout=500,
         **{**DEVICE, **options},
     )
 
 
-def assert_agrees(model, ids, said, logprobs):
-    """Every token is the reference's, or as likely to it as its own up to rounding; from there on texts may part."""
-    settings = BlockSettings.of(Settings.parse("dropkv", budget=BUDGET), BLOCK)
-    cache = EvictingCache.of(model, settings, new_recorder(settings))
-    out = model.generate(
-        torch.tensor([ids], device="cuda"),
-        past_key_values=cache,
-        max_new_tokens=TOKENS,
-        output_logits=True,
-        return_dict_in_generate=True,
-        **tiny.GREEDY,
+def assert_float32(model, asked, got):
+    """Every eviction is right, and every token of every answer as likely as transformers says with the same kept."""
+    for ids, answer in zip(asked, judge(model, SETTINGS, asked, got, "float32"), strict=True):
+        assert float(answer.differences.max()) < NEAR, f"{len(ids)} tokens: {answer.differences.tolist()}"
+        for name, control in answer.controls.items():
+            assert float(control.max()) > 2 * NEAR, f"{len(ids)} tokens: {name} would pass"
+    assert got["left"] == 0
+
+
+def texts_agree(model, asked, got):
+    """How many answers are those of the library's own eviction, token for token."""
+    return sum(
+        reference(model, ids, budget=BUDGET, tokens=TOKENS, block_size=BLOCK)[0] == got["tokens"][i]
+        for i, ids in enumerate(asked)
     )
-    want = torch.cat(out.logits).float().log_softmax(-1)
-    for i, token in enumerate(said):
-        assert abs(float(want[i, token]) - logprobs[i]) < NEAR, f"token {i} of {len(ids)} tokens"
-        best = int(want[i].argmax())
-        if token != best:
-            assert float(want[i, best] - want[i, token]) < NEAR
-            return i
-    return len(said)
 
 
-@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
-@pytest.mark.parametrize("runner", [1, 2])
-@pytest.mark.parametrize("backend", ["TRITON_ATTN", "FLASH_ATTN"])
-class TestBackends:
-    def test_mixed_lengths(self, model, folder, backend, runner, graphs):  # noqa: F811
-        asked = prompts(1000, 517, 64, 1500, 33, 96, 700, 7)
-        got = engine(folder, asked, backend=backend, runner=runner, graphs=graphs)
-        assert got["counters"]["blocks_freed"] > 150
-        agreed = [assert_agrees(model, ids, got["tokens"][i], got["logprobs"][i]) for i, ids in enumerate(asked)]
-        assert sum(agreed) > len(asked) * TOKENS // 2, agreed
-        assert got["left"] == 0
-
-    def test_small_chunks(self, model, folder, backend, runner, graphs):  # noqa: F811
-        asked = prompts(519, 261, 136, 395, 300)
-        got = engine(folder, asked, backend=backend, runner=runner, graphs=graphs, max_num_batched_tokens=67)
-        for i, ids in enumerate(asked):
-            assert_agrees(model, ids, got["tokens"][i], got["logprobs"][i])
-
-    def test_a_budget_of_everything_is_stock_vllm(self, folder, backend, runner, graphs):  # noqa: F811
-        asked = prompts(900, 300, 33)
-        stock = engine(folder, asked, backend=backend, runner=runner, graphs=graphs, eviction=None)
-        everything = engine(folder, asked, backend=backend, runner=runner, graphs=graphs, eviction=2048)
-        assert stock["tokens"] == everything["tokens"]
+@EAGER_AND_GRAPHS
+@RUNNERS
+def test_mixed_lengths_in_float32(model, folder, runner, graphs):  # noqa: F811
+    asked = prompts(*MIXED)
+    got = engine(folder, asked, dtype="float32", backend="TRITON_ATTN", runner=runner, graphs=graphs)
+    assert_float32(model, asked, got)
+    assert got["counters"]["blocks_freed"] == sum(SETTINGS.plan(len(ids)).first_block for ids in asked)
+    # tf32 moves scores a little, and a head that keeps another token at the edge may end in another text: one did
+    assert texts_agree(model, asked, got) >= len(asked) - 3
 
 
-@pytest.mark.parametrize("runner", [1, 2])
-def test_graphs_say_what_eager_says(folder, runner):  # noqa: F811
-    asked = prompts(1000, 517, 700)
-    eager, graphs = (
-        engine(folder, asked, backend="TRITON_ATTN", runner=runner, graphs=graphs) for graphs in (False, True)
+# every pair of backend, runner and graphs, and among them vLLM's own choice, the last
+@pytest.mark.parametrize(
+    ("backend", "runner", "graphs"),
+    [("TRITON_ATTN", 1, True), ("TRITON_ATTN", 2, False), ("FLASH_ATTN", 1, False), ("FLASH_ATTN", 2, True)],
+    ids=["triton-1-graphs", "triton-2-eager", "flash-1-eager", "flash-2-graphs"],
+)
+def test_bfloat16(model, folder, backend, runner, graphs):  # noqa: F811
+    """Stock vLLM says how far bfloat16 is from float32; evicting may be three times as far, mistakes are farther."""
+    asked, held = prompts(*MIXED), rounded(model, "bfloat16")
+    kind = {"dtype": "bfloat16", "backend": backend, "runner": runner, "graphs": graphs}
+    stock = engine(folder, asked, eviction=None, **kind)
+    bound = 3 * max(rms(answer.differences) for answer in judge(held, None, asked, stock, "bfloat16"))
+    got = engine(folder, asked, **kind)
+    for ids, answer in zip(asked, judge(held, SETTINGS, asked, got, "bfloat16"), strict=True):
+        assert rms(answer.differences) < bound, f"{len(ids)} tokens: {answer.differences.tolist()}"
+        for name, control in answer.controls.items():
+            assert rms(control) > 2 * bound, f"{len(ids)} tokens: {name} would pass {bound:.3f}"
+    assert got["counters"]["blocks_freed"] == sum(SETTINGS.plan(len(ids)).first_block for ids in asked)
+    assert got["left"] == 0
+    everything = engine(folder, asked, eviction=2048, **kind)
+    assert everything["tokens"] == stock["tokens"]
+    assert not everything["evictions"]
+
+
+def rms(differences):
+    return float(differences.square().mean().sqrt())
+
+
+@pytest.mark.parametrize(("runner", "graphs"), [(1, False), (2, True)], ids=["1-eager", "2-graphs"])
+def test_small_chunks_in_float32(model, folder, runner, graphs):  # noqa: F811
+    asked = prompts(519, 261, 136, 395, 300)
+    got = engine(
+        folder,
+        asked,
+        dtype="float32",
+        backend="TRITON_ATTN",
+        runner=runner,
+        graphs=graphs,
+        max_num_batched_tokens=67,
     )
-    assert eager["tokens"] == graphs["tokens"]
+    assert_float32(model, asked, got)
+    assert got["steps"] > sum(map(len, asked)) // 67
+    assert texts_agree(model, asked, got) >= len(asked) - 2
 
 
-def test_shared_prefixes_and_preemption(model, folder):  # noqa: F811
+def test_shared_prefixes_in_float32(model, folder):  # noqa: F811
     (a, b) = prompts(1000, 400, seed=1)
     asked = [a, a, a[:600] + b, a[:992]]
-    options = {"backend": "TRITON_ATTN", "runner": 2, "graphs": True}
-    got = engine(folder, asked, enable_prefix_caching=True, max_num_seqs=1, **options)
-    assert got["cached"][1] > 500
-    for i, ids in enumerate(asked):
-        assert_agrees(model, ids, got["tokens"][i], got["logprobs"][i])
+    got = engine(
+        folder,
+        asked,
+        dtype="float32",
+        backend="TRITON_ATTN",
+        runner=2,
+        graphs=True,
+        enable_prefix_caching=True,
+        max_num_seqs=1,
+    )
+    assert_float32(model, asked, got)
+    assert got["cached"][0] == 0
+    for cached, ids in zip(got["cached"][1:], asked[1:], strict=True):
+        assert 500 < cached <= SETTINGS.plan(len(ids)).dropped
+
+
+def test_preempted_requests_in_float32(model, folder):  # noqa: F811
+    asked = prompts(300, 260, 290, 310, 280, seed=3)
+    got = engine(
+        folder,
+        asked,
+        dtype="float32",
+        backend="TRITON_ATTN",
+        runner=1,
+        graphs=True,
+        tokens=200,
+        num_gpu_blocks_override=60,
+        max_model_len=600,
+        max_num_batched_tokens=600,
+    )
+    assert got["preempted"] > 0
+    assert_float32(model, asked, got)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
-def test_over_two_gpus(model, folder):  # noqa: F811
-    asked = prompts(1000, 517, 64)
-    got = engine(folder, asked, backend="FLASH_ATTN", runner=2, graphs=True, tensor_parallel_size=2)
+def test_over_two_gpus_in_float32(model, folder):  # noqa: F811
+    """Evictions happen in other processes and are not noted: texts and, while they agree, log-probabilities."""
+    asked = prompts(*MIXED)
+    got = engine(folder, asked, dtype="float32", backend="TRITON_ATTN", runner=2, graphs=True, tensor_parallel_size=2)
+    right = 0
     for i, ids in enumerate(asked):
-        assert_agrees(model, ids, got["tokens"][i], got["logprobs"][i])
+        said, logprobs = reference(model, ids, budget=BUDGET, tokens=TOKENS, block_size=BLOCK)
+        pairs = zip(logprobs, got["logprobs"][i], strict=True)
+        right += got["tokens"][i] == said and max(abs(a - b) for a, b in pairs) < NEAR
+    assert right >= len(asked) - 3

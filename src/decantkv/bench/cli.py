@@ -119,31 +119,48 @@ def decode(
 def vllm(
     shape: Annotated[str, typer.Option(help="Of llama-3.1-8b, tiny; random weights.")] = "llama-3.1-8b",
     length: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 32768,
-    tokens: Annotated[int, typer.Option(help="Tokens of an answer.")] = 128,
-    requests: Annotated[int, typer.Option(help="Requests that come at once.")] = 64,
-    together: Annotated[int, typer.Option(help="Requests that decode together when a step is timed.")] = 2,
-    pool: Annotated[int, typer.Option(help="Tokens that the pool of blocks holds.")] = 131072,
+    tokens: Annotated[int, typer.Option(help="Tokens of an answer.")] = 192,
+    requests: Annotated[int, typer.Option(help="Requests that come at once.")] = 8,
+    together: Annotated[int, typer.Option(help="Requests that decode together when a step is timed.")] = 4,
+    pool: Annotated[int, typer.Option(help="Tokens that the pool of blocks holds.")] = 49152,
     block_size: int = 16,
     budgets: Annotated[str, typer.Option(help="Comma-separated; stock is vLLM without the plug-in.")] = "stock,0.05",
     backend: Annotated[str | None, typer.Option(help="TRITON_ATTN or FLASH_ATTN; vLLM's choice if left out.")] = None,
     runner: Annotated[int | None, typer.Option(help="Model runner 1 or 2; vLLM's choice if left out.")] = None,
     graphs: Annotated[bool, typer.Option(help="CUDA graphs.")] = True,
     parallel: Annotated[int, typer.Option(help="GPUs that the model is spread over.")] = 1,
-    repeats: int = 5,
+    repeats: Annotated[int, typer.Option(help="Prompts that are read alone.")] = 4,
     seed: int = 0,
-    out: Out = None,
+    lock: Annotated[
+        Path | None,
+        typer.Option(help="Commands that name the same file start side by side and are timed one after the other."),
+    ] = None,
+    estimate: Annotated[bool, typer.Option("--estimate", help="Only say how long it would take on an H200.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Append each row to this file; rows that are in it are not made again.")
+    ] = None,
 ) -> None:
     """vLLM's throughput and time to first token at a fixed pool, with and without eviction."""
-    from decantkv.bench.vllm import SHAPES, Load, measure
+    from decantkv.bench.cases import run
+    from decantkv.bench.rows import circumstances
+    from decantkv.bench.vllm import SHAPES, Load, cases, expected_seconds
+    from decantkv.engines.vllm import compat
 
     expect_choice("shape", shape, SHAPES)
     load = Load(shape, length, tokens, requests, together, pool, block_size, backend, runner, graphs, parallel)
     wanted = [None if part.strip() == "stock" else float(part) for part in budgets.split(",")]
-    rows: list[Row] = []
-    for row in measure(load, wanted, repeats=repeats, seed=seed):
-        rows.append(row)
-        keep(rows, out)
-        typer.echo(json.dumps(row, sort_keys=True))
+    for budget in wanted:
+        about = expected_seconds(load, budget, repeats)
+        if about is not None:
+            name = "stock" if budget is None else f"budget {budget}"
+            typer.echo(f"{name}: about {about['start']:.0f} s to start and {about['timed']:.0f} s timed", err=True)
+    if estimate:
+        return
+    if compat.installed() is None:
+        raise ValueError("vllm: expected it installed (pip install 'decantkv[vllm]'), got none")
+    made = cases(load, wanted, repeats=repeats, seed=seed, lock=lock)
+    for row, new in run(made, {**circumstances(), "geometry": shape}, out):
+        typer.echo(json.dumps(row, sort_keys=True) if new else f"there already: budget {row['budget']}")
 
 
 @app.command()

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
-import statistics
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from decantkv.bench.rows import Row, circumstances
+from decantkv.bench.cases import Case
+from decantkv.bench.rows import Row
 from decantkv.bench.vllm_engine import RESULT
 from decantkv.engines.vllm import compat
 
@@ -53,6 +55,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 
+# on an H200 a prompt token of an 8B shape takes 41 µs (32768 of them 1.35 s), a decoding step about 10 ms, and an
+# engine about a minute to start: for telling beforehand how long a measurement lasts
+SECONDS = {"llama-3.1-8b": {"start": 60.0, "prompt_token": 1.35 / 32768, "step": 0.01}}
+
 
 @dataclass(frozen=True)
 class Load:
@@ -61,7 +67,8 @@ class Load:
     Attributes:
         shape: of the random-weight model, a name among `SHAPES`.
         length: tokens of every prompt. tokens: of every answer.
-        requests: how many come at once. together: how many decode together when a step is timed.
+        requests: how many come at once.
+        together: how many decode together, with prompts as many times shorter, when a step at equal batch is timed.
         pool: tokens that the pool of blocks holds.
         block_size: tokens of a block.
         backend: vLLM's name of an attention backend; None: vLLM's choice.
@@ -86,10 +93,15 @@ class Load:
         """Arguments of vLLM's `LLM`."""
         asked: dict[str, Any] = {} if budget is None else {"decantkv": {"budget": budget, "strict": True}}
         chosen: dict[str, Any] = {} if self.backend is None else {"attention_config": {"backend": self.backend}}
-        if not torch.cuda.is_available():
+        shape = SHAPES[self.shape]
+        if torch.cuda.is_available():  # said, not found out: engines may start side by side
+            width = torch.finfo(getattr(torch, shape["torch_dtype"])).bits // 8
+            token = 2 * width * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"]
+            chosen |= {"gpu_memory_utilization": 0.02, "kv_cache_memory_bytes": self.pool * token}
+        else:
             chosen["gpu_memory_utilization"] = 0.3  # of the host's memory, which others use too
         return {
-            "dtype": SHAPES[self.shape]["torch_dtype"],
+            "dtype": shape["torch_dtype"],
             "max_model_len": self.length + self.tokens + self.block_size,
             "num_gpu_blocks_override": self.pool // self.block_size,
             "block_size": self.block_size,
@@ -102,35 +114,50 @@ class Load:
         }
 
 
-def measure(load: Load, budgets: Sequence[float | None], *, repeats: int = 5, seed: int = 0) -> Iterator[Row]:
-    """A row for each budget, None being vLLM without the plug-in.
+def cases(
+    load: Load, budgets: Sequence[float | None], *, repeats: int = 4, seed: int = 0, lock: Path | None = None
+) -> Iterator[Case]:
+    """An engine for each budget, None being vLLM without the plug-in; see `vllm_engine.time_engine` for the rows.
+
+    Args:
+        repeats: prompts that are read alone.
+        lock: a file; engines that name the same one start side by side and are timed one after the other, once all
+            have started.
 
     Raises:
-        RuntimeError: an engine that failed, with the end of what it said.
+        RuntimeError: when measured: an engine that failed, with the end of what it said.
     """
-    for budget in budgets:
+
+    def measure(budget: float | None) -> Row:
         job = {
             "shape": SHAPES[load.shape],
             "engine": load.engine(budget),
             "length": load.length,
             "tokens": load.tokens,
             "requests": load.requests,
-            "requests_together": load.together,
+            "together": load.together,
             "repeats": repeats,
             "seed": seed,
+            "lock": None if lock is None else str(lock),
         }
-        took = _run(job, {} if load.runner is None else {"VLLM_USE_V2_MODEL_RUNNER": str(load.runner - 1)})
-        first = took.pop("seconds_to_first_token")
-        yield {
-            **circumstances(),
-            "vllm": compat.installed(),
-            "load": load.__dict__,
-            "budget": budget,
-            "seed": seed,
-            "first_token_seconds": {"p50": statistics.median(first), "each": first},
-            "tokens_per_second": took["tokens"] / took["seconds"],
-            **took,
-        }
+        return _run(job, {} if load.runner is None else {"VLLM_USE_V2_MODEL_RUNNER": str(load.runner - 1)})
+
+    for budget in budgets:
+        about = {"vllm": compat.installed(), "engine": asdict(load), "budget": budget, "repeats": repeats, "seed": seed}
+        yield Case(about, functools.partial(measure, budget))
+
+
+def expected_seconds(load: Load, budget: float | None, repeats: int) -> dict[str, float] | None:
+    """About how long an engine takes on an H200: starting and being timed; None for shapes nobody has seen there."""
+    known = SECONDS.get(load.shape)
+    if known is None:
+        return None
+    held = load.length if budget is None else int(budget * load.length) + load.block_size
+    at_once = 1 + max(0, load.pool - load.length - load.tokens) // (held + load.tokens)
+    turns = -(-load.requests // at_once)
+    prompts = 1 + repeats + 1 + load.requests
+    timed = prompts * load.length * known["prompt_token"] / load.parallel + (1 + turns) * load.tokens * known["step"]
+    return {"start": known["start"], "timed": timed}
 
 
 def _run(job: dict[str, Any], environment: dict[str, str]) -> dict[str, Any]:
