@@ -51,26 +51,17 @@ def _in_parts(query: Tensor, keys: Tensor, values: Tensor, *, scale: float) -> T
     """The chunk's own tokens, causally, and parts of the older ones, all seen, joined by their denominators.
 
     cuDNN's causal rule is for as many queries as keys; torch's way out, flash attention aligned to the lower right,
-    takes 2.5 times as long on an H200. cuDNN plans every new shape for about 0.1 s, hence parts of a few sizes.
+    takes twice as long on an H200. cuDNN plans every new shape for about 0.1 s, hence parts of a few sizes.
     """
     new, kv_len = query.shape[2], keys.shape[2]
-    cudnn, flash = (
-        torch.ops.aten._scaled_dot_product_cudnn_attention,
-        torch.ops.aten._scaled_dot_product_flash_attention,
-    )
-    out, lse = _with_lse(
-        cudnn(query, keys[:, :, -new:], values[:, :, -new:], None, True, 0.0, True, False, scale=scale)
-    )
-    total = out.float()
+    out, lse = _cudnn(query, keys[:, :, -new:], values[:, :, -new:], True, scale)
+    total, lse = out.float(), lse[..., None]
     for start, stop in older_parts(kv_len - new):
         k, v = keys[:, :, start:stop], values[:, :, start:stop]
-        if stop - start >= LEAST_PART:
-            made = cudnn(query, k, v, None, True, 0.0, False, False, scale=scale)
-        else:
-            made = flash(query, k, v, 0.0, False, False, scale=scale)
-        out, more = _with_lse(made)
-        total = torch.lerp(total, out.float(), torch.sigmoid(more - lse))
-        lse = torch.logaddexp(lse, more)
+        large = stop - start >= LEAST_PART
+        out, more = _cudnn(query, k, v, False, scale) if large else _flash(query, k, v, scale)
+        total = torch.lerp(total, out.float(), torch.sigmoid(more[..., None] - lse))
+        lse = torch.logaddexp(lse, more[..., None])
     return total.to(query.dtype)
 
 
@@ -84,7 +75,15 @@ def older_parts(length: int) -> list[tuple[int, int]]:
     return [*parts, (start, length)] if start < length else parts
 
 
-def _with_lse(made: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Output [B, HQ, q, Dv] and denominators [B, HQ, q, 1] of a fused op, which may round the rows up."""
-    out, lse = made[0], made[1]
-    return out, lse.reshape(*out.shape[:2], -1, 1)[:, :, : out.shape[2]]
+def _cudnn(query: Tensor, keys: Tensor, values: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Output [B, HQ, q, Dv] and natural log of the denominators [B, HQ, q]."""
+    attend = torch.ops.aten._scaled_dot_product_cudnn_attention
+    out, lse = attend(query, keys, values, None, True, 0.0, causal, False, scale=scale)[:2]
+    return out, lse.reshape(*out.shape[:2], -1)[:, :, : out.shape[2]]
+
+
+def _flash(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """The same by flash attention, every key seen."""
+    attend = torch.ops.aten._scaled_dot_product_flash_attention
+    out, lse = attend(query, keys, values, 0.0, False, False, scale=scale)[:2]
+    return out, lse[:, :, : out.shape[2]]

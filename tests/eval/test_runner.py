@@ -4,6 +4,7 @@ import json
 import time
 
 import pytest
+import torch
 
 from decantkv.eval import metrics
 from decantkv.eval.chat import ChatFormat
@@ -76,6 +77,21 @@ def test_one_row_at_a_time_gives_the_same_rows(whole, model, form, tmp_path):
     together = answers(whole)[0]
     for key, row in answers(tmp_path)[0].items():
         assert row["answer"] == together[key]["answer"]
+
+
+def test_without_memory_for_a_batch_it_goes_on_in_halves(whole, model, form, tmp_path, monkeypatch):
+    batches, measure = [], Runner._measure
+
+    def tight(self, batch):
+        batches.append(len(batch))
+        if len(batch) > 5:
+            raise torch.OutOfMemoryError
+        return measure(self, batch)
+
+    monkeypatch.setattr(Runner, "_measure", tight)
+    assert run(model, form, tmp_path)
+    assert max(batches) > 5 >= max(batches[-3:])
+    assert answers(tmp_path) == answers(whole)
 
 
 def test_a_finished_run_does_nothing_and_more_of_anything_adds_only_that(whole, model, form, tmp_path):

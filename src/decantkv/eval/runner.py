@@ -208,7 +208,7 @@ class Runner:
         store.append(_prompt_row(job) for job in jobs if job.sample.key not in store.prompts)
         entries = [(job, *entry) for job in jobs for entry in job.rows]
         for batch in self._batches(entries):
-            answers = self._measure(batch)
+            answers = self._halving(batch)
             store.append(
                 {**_answer_row(cell, row, share, size), **answer}
                 for (_, cell, row, share, size), answer in zip(batch, answers, strict=True)
@@ -237,6 +237,18 @@ class Runner:
             room = need
         if batch:
             yield batch
+
+    def _halving(self, batch: list[Any]) -> list[dict[str, Any]]:
+        """A batch's answers; in halves, from then on, where others on the device left no memory for the whole."""
+        try:
+            return self._measure(batch)
+        except torch.OutOfMemoryError:
+            if len(batch) == 1:
+                raise
+        half = self.max_rows = (len(batch) + 1) // 2
+        if self.model.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return [*self._halving(batch[:half]), *self._halving(batch[half:])]
 
     def _measure(self, batch: list[Any]) -> list[dict[str, Any]]:
         rows = [entry[2] for entry in batch]

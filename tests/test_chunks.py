@@ -1,0 +1,59 @@
+"""Attention of a prompt's chunk, however torch's fused attention has to be asked for it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from decantkv import chunks
+
+
+@pytest.mark.parametrize("length", [0, 1, 1023, 1024, 1025, 4096, 5000, 131072, 123456])
+def test_older_keys_are_cut_without_a_gap_into_few_sizes(length):
+    parts = chunks.older_parts(length)
+    assert [start for start, _ in parts] == [0, *(stop for _, stop in parts)][: len(parts)]
+    assert (parts[-1][1] if parts else 0) == length
+    sizes = [stop - start for start, stop in parts]
+    assert all(size < chunks.LEAST_PART for size in sizes[-1:] if size & (size - 1))
+    assert all(size & (size - 1) == 0 and size >= chunks.LEAST_PART for size in sizes[:-1])
+    assert len(set(sizes)) == len(sizes)
+
+
+def exact(q, k, v, scale):
+    """[B, HQ, q, Dv] float64."""
+    k, v = (x.double().repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(k.shape[2] - q.shape[2])
+    s = (q.double() @ k.mT * scale).masked_fill(~seen, -torch.inf)
+    return s.softmax(-1) @ v
+
+
+def tensors(new, kv_len, device, dtype):
+    g = torch.Generator().manual_seed(kv_len)
+    shapes = ((1, 8, new, 64), (1, 2, kv_len, 64), (1, 2, kv_len, 64))
+    return [torch.randn(shape, generator=g).to(device, dtype) for shape in shapes]
+
+
+def test_parts_joined_by_their_denominators_are_the_whole(monkeypatch):
+    """The arithmetic of joining, with float64 in place of the fused ops."""
+
+    def op(q, k, v, causal, scale):
+        s = q @ k.repeat_interleave(4, 1).mT * scale
+        if causal:
+            s = s.masked_fill(~torch.ones(s.shape[-2:], dtype=torch.bool).tril(), -torch.inf)
+        return (s.softmax(-1) @ v.repeat_interleave(4, 1)).float(), s.logsumexp(-1).float()
+
+    monkeypatch.setattr(chunks, "LEAST_PART", 16)
+    monkeypatch.setattr(chunks, "_cudnn", lambda q, k, v, causal, scale: op(q, k, v, causal, scale))
+    monkeypatch.setattr(chunks, "_flash", lambda q, k, v, scale: op(q, k, v, False, scale))
+    q, k, v = tensors(20, 20 + 16 + 32 + 5, "cpu", torch.float64)
+    torch.testing.assert_close(chunks._in_parts(q, k, v, scale=0.2).double(), exact(q, k, v, 0.2), rtol=0, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("new", "kv_len"), [(1024, 1024), (2048, 2048 + 4096), (1500, 9000), (1024, 1024 + 300)])
+def test_on_a_gpu_a_chunk_attends_as_the_definition_says(new, kv_len):
+    q, k, v = tensors(new, kv_len, "cuda", torch.bfloat16)
+    if kv_len > new:
+        assert chunks._cudnn_attends(q, k[:, :, -new:], v[:, :, -new:], scale=0.2), "torch prefers another op here"
+    got = chunks.attend_chunk(q, k, v, held=[kv_len], scale=0.2)
+    torch.testing.assert_close(got.double(), exact(q, k, v, 0.2), rtol=0, atol=0.02)
