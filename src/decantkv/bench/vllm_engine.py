@@ -53,10 +53,10 @@ def time_engine(folder: str, job: dict[str, Any]) -> dict[str, Any]:
         first_token: seconds of a prompt alone; equal_batch: a decoding step of `together` requests whose prompts are
         `together` times shorter; load: all requests at once, see `summary`; counters; seconds of starting the engine.
     """
-    from vllm import LLM, SamplingParams
-
-    begin = time.perf_counter()
     with holding(job["lock"], fcntl.LOCK_SH):  # others may start as well, but nobody is timed
+        begin = time.perf_counter()
+        from vllm import LLM, SamplingParams
+
         engine = LLM(folder, skip_tokenizer_init=True, load_format="dummy", **job["engine"])
         started = time.perf_counter() - begin
     pick = random.Random(job["seed"])
