@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from decantkv.theory.rows import Rows
+from decantkv.theory.rows import Rows, length
 
 
 def make_pool(p, residual, seed=0):
@@ -33,7 +33,7 @@ class FreeRows(Rows):
     def shift(self, subset):
         index = torch.as_tensor(subset)
         p = self.p[:, index]
-        return torch.einsum("rs,rsd->rd", p, self.v[:, index]).norm(dim=-1) / (1 - p.sum(-1))
+        return length(torch.einsum("rs,rsd->rd", p, self.v[:, index]), dim=-1) / (1 - p.sum(-1))
 
 
 def complete(pool):

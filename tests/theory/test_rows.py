@@ -6,6 +6,7 @@ import torch
 from decantkv.theory.bounds import relaxed
 from decantkv.theory.cone import cone
 from decantkv.theory.rows import Residuals, Rows, smallest
+from decantkv.theory.search import best_subset
 
 from .instances import make_pool
 
@@ -55,3 +56,16 @@ def test_the_outliers_weight_is_that_of_the_k_heaviest(k):
         heaviest = (pool.p[0] * length)[outside].sort(descending=True).values[:k]
         assert entry.mu == pytest.approx(float(heaviest.sum()), rel=1e-12)
         assert entry.c == pytest.approx(float(cosine.sort().values[entry.outliers]), abs=1e-12)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_weights_whose_squares_are_nothing_are_weighed_all_the_same(rows):
+    """Shifts of tiny weights are proportional to them, so is everything that is chosen by them."""
+    gen = torch.Generator().manual_seed(rows)
+    residual = torch.randn(rows, 10, 4, dtype=torch.float64, generator=gen)
+    p = torch.rand(rows, 10, dtype=torch.float64, generator=gen) * 1e-12
+    plain, tiny = make_pool(p, residual), make_pool(p * 1e-170, residual)
+    torch.testing.assert_close(tiny.cost() * 1e170, plain.cost(), rtol=1e-9, atol=0)
+    assert tiny.joint([2, 5]) * 1e170 == pytest.approx(plain.joint([2, 5]), rel=1e-9)
+    for k in (2, 5):
+        assert best_subset(tiny, k).subset == best_subset(plain, k).subset

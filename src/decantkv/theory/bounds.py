@@ -6,11 +6,10 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from decantkv.theory.cone import Cone
-from decantkv.theory.rows import Rows
+from decantkv.theory.rows import Rows, length
 
 
 def bound_factor(c: float, epsilon: float, k: int) -> float:
@@ -117,7 +116,7 @@ def scan(pool: Rows, k: int, found: Cone) -> list[Relaxed]:
     residuals = pool.residuals[0]
     directions = [] if found.direction is None else [found.direction]
     for mean in (residuals.mean_unit, residuals.weighted(pool.p[0])):
-        norm = torch.linalg.vector_norm(mean)
+        norm = length(mean, dim=-1)
         if norm > 0:
             directions.append(mean / norm)
     return [entry for direction in directions for entry in relaxed(pool, k, direction)]

@@ -65,7 +65,7 @@ def _epsilon(axis: Any, assumptions: Sequence[Record]) -> None:
     for (name, group), (color, _, dash) in zip(_pools(assumptions), STYLES, strict=False):
         _curve(axis, [r["epsilon"] for r in group], color, dash, name)
     axis.set(title="ε, the largest weight in the pool", xlabel="ε", ylabel="% of records below", xscale="log")
-    axis.set_xlim(left=min(np.quantile([r["epsilon"] for r in group], 0.05) for _, group in _pools(assumptions)))
+    axis.set_xlim(min(np.quantile([r["epsilon"] for r in group], 0.05) for _, group in _pools(assumptions)), 1.5)
     axis.legend(title="pool L", fontsize=8)
 
 

@@ -49,7 +49,7 @@ def best_subsets(pool: Rows, ks: Sequence[int], *, cap: int = CAP) -> dict[int, 
         raise ValueError(f"pool: expected at most {cap} keys (cap: all 2^M subsets are looked at), got {m}")
     if not all(1 <= k <= m for k in ks):
         raise ValueError(f"k: expected 1 to {m} (the pool's keys), got {list(ks)}")
-    flat = squared_shifts(pool).numpy()
+    flat = squared_shifts(pool, unit=float((pool.p * pool.distance()).max())).numpy()
     best = {}
     for k in ks:
         sets = _sets_of(m, k)
@@ -62,11 +62,12 @@ def best_subsets(pool: Rows, ks: Sequence[int], *, cap: int = CAP) -> dict[int, 
     return best
 
 
-def squared_shifts(pool: Rows) -> Tensor:
-    """[2^M] float64: F(S)² of every set; key j is in set s where bit j of s is 1.
+def squared_shifts(pool: Rows, *, unit: float = 1.0) -> Tensor:
+    """[2^M] float64: F(S)²/unit² of every set; key j is in set s where bit j of s is 1.
 
     The keys are split into two halves: ‖Σ_S p r‖² is each half's own part plus twice their product, which for all
-    pairs of half sets is one matrix product. Near 0 half the digits are lost.
+    pairs of half sets is one matrix product. Near 0 half the digits are lost; a unit of the shifts' own size keeps
+    small shifts' squares from being 0.
     """
     m = pool.num_keys
     low, high = m // 2, m - m // 2
@@ -74,7 +75,7 @@ def squared_shifts(pool: Rows) -> Tensor:
     squared = torch.zeros(len(x_high), len(x_low), dtype=torch.float64)
     for i in range(pool.num_rows):
         p = pool.p[i].cpu()
-        weighted = p[:, None] * pool.residual(i).cpu()  # [M, Dv]
+        weighted = (p[:, None] / (unit or 1.0)) * pool.residual(i).cpu()  # [M, Dv]
         _add_squared_shift(squared, x_high @ weighted[low:], x_low @ weighted[:low], x_high @ p[low:], x_low @ p[:low])
     return squared.flatten()
 
