@@ -67,6 +67,16 @@ def test_nobody_is_timed_while_another_starts(tmp_path):
         pass
 
 
+def test_engines_side_by_side_take_only_the_pool_they_name(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    asked = LOAD.engine(0.05)
+    assert asked["kv_cache_memory_bytes"] == 49152 * 2 * 2 * 32 * 8 * 128  # keys and values of two bytes
+    assert asked["num_gpu_blocks_override"] == 3072
+    assert asked["max_model_len"] <= LOAD.pool
+    assert asked["additional_config"] == {"decantkv": {"budget": 0.05, "strict": True}}
+    assert LOAD.engine(None)["additional_config"] == {}
+
+
 def test_what_it_costs_is_told_beforehand():
     stock, kept = (expected_seconds(LOAD, budget, 4) for budget in (None, 0.05))
     assert stock["timed"] == pytest.approx(14 * 1.35 + 9 * 1.92)  # one request fits at a time
