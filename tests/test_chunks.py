@@ -36,15 +36,15 @@ def tensors(new, kv_len, device, dtype):
 def test_parts_joined_by_their_denominators_are_the_whole(monkeypatch):
     """The arithmetic of joining, with float64 in place of the fused ops."""
 
-    def op(q, k, v, causal, scale):
+    def op(q, k, v, *, causal, scale):
         s = q @ k.repeat_interleave(4, 1).mT * scale
         if causal:
             s = s.masked_fill(~torch.ones(s.shape[-2:], dtype=torch.bool).tril(), -torch.inf)
         return (s.softmax(-1) @ v.repeat_interleave(4, 1)).float(), s.logsumexp(-1).float()
 
     monkeypatch.setattr(chunks, "LEAST_PART", 16)
-    monkeypatch.setattr(chunks, "_cudnn", lambda q, k, v, causal, scale: op(q, k, v, causal, scale))
-    monkeypatch.setattr(chunks, "_flash", lambda q, k, v, scale: op(q, k, v, False, scale))
+    monkeypatch.setattr(chunks, "cudnn", op)
+    monkeypatch.setattr(chunks, "flash", op)
     q, k, v = tensors(20, 20 + 16 + 32 + 5, "cpu", torch.float64)
     torch.testing.assert_close(chunks._in_parts(q, k, v, scale=0.2).double(), exact(q, k, v, 0.2), rtol=0, atol=1e-5)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Literal, get_args
 
 import torch
@@ -26,6 +25,7 @@ from decantkv.scoring.window import AttentionWindow
 from decantkv.selection import Kept
 from decantkv.settings import Settings
 from decantkv.transfer import to_device
+from decantkv.versions import kernels_run_on
 
 Decode = Literal["auto", "model", "own"]
 
@@ -113,10 +113,7 @@ class Bounds:
 
     def own(self, device: torch.device) -> bool:
         """Whether layers on a device attend for themselves."""
-        return self.store == "plain" and (
-            self.decode == "own"
-            or (self.decode == "auto" and device.type == "cuda" and find_spec("triton") is not None)
-        )
+        return self.store == "plain" and (self.decode == "own" or (self.decode == "auto" and kernels_run_on(device)))
 
 
 UNBOUNDED = Bounds()

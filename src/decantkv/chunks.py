@@ -10,6 +10,8 @@ from torch.nn.attention import SDPBackend
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
+from decantkv.lse import cudnn, flash, fused_choice
+
 LEAST_PART = 1024  # keys, or new tokens, for which cuDNN's faster attention is worth its planning
 
 
@@ -43,8 +45,7 @@ def _cudnn_attends(query: Tensor, keys: Tensor, values: Tensor, *, scale: float)
     """Whether torch would give a prompt's causal attention to cuDNN, its fastest on Hopper."""
     if not query.is_cuda or query.shape[3] != values.shape[3]:
         return False
-    chosen = torch._fused_sdp_choice(query, keys, values, None, 0.0, True, scale=scale, enable_gqa=True)
-    return bool(chosen == SDPBackend.CUDNN_ATTENTION.value)
+    return fused_choice(query, keys, values, scale=scale) == SDPBackend.CUDNN_ATTENTION.value
 
 
 def _in_parts(query: Tensor, keys: Tensor, values: Tensor, *, scale: float) -> Tensor:
@@ -54,14 +55,14 @@ def _in_parts(query: Tensor, keys: Tensor, values: Tensor, *, scale: float) -> T
     takes twice as long on an H200. cuDNN plans every new shape for about 0.1 s, hence parts of a few sizes.
     """
     new, kv_len = query.shape[2], keys.shape[2]
-    out, lse = _cudnn(query, keys[:, :, -new:], values[:, :, -new:], True, scale)
-    total, lse = out.float(), lse[..., None]
+    out, lse = cudnn(query, keys[:, :, -new:], values[:, :, -new:], causal=True, scale=scale)
+    total, lse = out.float(), lse[:, :, :new, None]
     for start, stop in older_parts(kv_len - new):
-        k, v = keys[:, :, start:stop], values[:, :, start:stop]
-        large = stop - start >= LEAST_PART
-        out, more = _cudnn(query, k, v, False, scale) if large else _flash(query, k, v, scale)
-        total = torch.lerp(total, out.float(), torch.sigmoid(more[..., None] - lse))
-        lse = torch.logaddexp(lse, more[..., None])
+        attend = cudnn if stop - start >= LEAST_PART else flash
+        out, more = attend(query, keys[:, :, start:stop], values[:, :, start:stop], causal=False, scale=scale)
+        more = more[:, :, :new, None]
+        total = torch.lerp(total, out.float(), torch.sigmoid(more - lse))
+        lse = torch.logaddexp(lse, more)
     return total.to(query.dtype)
 
 
@@ -73,17 +74,3 @@ def older_parts(length: int) -> list[tuple[int, int]]:
         parts.append((start, stop))
         start = stop
     return [*parts, (start, length)] if start < length else parts
-
-
-def _cudnn(query: Tensor, keys: Tensor, values: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Output [B, HQ, q, Dv] and natural log of the denominators [B, HQ, q]."""
-    attend = torch.ops.aten._scaled_dot_product_cudnn_attention
-    out, lse = attend(query, keys, values, None, True, 0.0, causal, False, scale=scale)[:2]
-    return out, lse.reshape(*out.shape[:2], -1)[:, :, : out.shape[2]]
-
-
-def _flash(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """The same by flash attention, every key seen."""
-    attend = torch.ops.aten._scaled_dot_product_flash_attention
-    out, lse = attend(query, keys, values, 0.0, False, False, scale=scale)[:2]
-    return out, lse[:, :, : out.shape[2]]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from decantkv.interface import modeling_files
+from decantkv.versions import kernels_run_on
 
 
 class Standin(NamedTuple):
@@ -82,7 +82,7 @@ def _rms_norm(x: Tensor, *, weight: Tensor, eps: float) -> Tensor:
 
 def _rotary(original: Callable[..., Any], device: torch.device, dtype: torch.dtype) -> Callable[..., Any] | None:
     """One launch that turns queries and keys, where a model turns them by halves."""
-    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+    if not kernels_run_on(device):
         return None
     rotate = importlib.import_module("decantkv.kernels.step").rotate
     return standing_in(original, rotate, device, dtype)

@@ -8,7 +8,6 @@ then on hands everything to an inner store. Its *logical* length counts every to
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +26,7 @@ from decantkv.options import Need
 from decantkv.scoring.window import AttentionWindow, Rotate, make_window
 from decantkv.selection import FILLER, Kept
 from decantkv.transfer import to_device
+from decantkv.versions import kernels_run_on
 
 RESERVE = 4096  # new tokens that room is taken for at once, however many were announced
 
@@ -342,8 +342,7 @@ def gather(x: Tensor, indices: Tensor) -> Tensor:
 
 def gather_kv(keys: Tensor, values: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values at the indices [B, H, K] as new memory: one launch on CUDA, `gather` twice elsewhere."""
-    fused = keys.is_cuda and keys.stride(-1) == values.stride(-1) == 1 and importlib.util.find_spec("triton")
-    if not fused:
+    if not (keys.stride(-1) == values.stride(-1) == 1 and kernels_run_on(keys.device)):
         return gather(keys, indices), gather(values, indices)
     from decantkv import kernels
 

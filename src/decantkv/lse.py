@@ -26,24 +26,41 @@ def attend_with_lse(query: Tensor, key: Tensor, value: Tensor, *, scale: float) 
         return f"heads of {dim} and {value.shape[3]} dimensions, which torch's fused attention does not take"
     if query.is_cuda and dim % 8:
         return f"head_dim {dim}, which torch pads to a multiple of 8"
-    gqa = key.shape[1] != query.shape[1]
-    chosen = torch._fused_sdp_choice(query, key, value, None, 0.0, True, scale=scale, enable_gqa=gqa)
+    chosen = fused_choice(query, key, value, scale=scale)
     ops = torch.ops.aten
     if chosen == SDPBackend.FLASH_ATTENTION.value:
         if query.is_cuda:
-            made = ops._scaled_dot_product_flash_attention(query, key, value, 0.0, True, False, scale=scale)
+            made = flash(query, key, value, causal=True, scale=scale)
         elif query.device.type == "cpu":
             made = ops._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, True, scale=scale)
         else:
             return f"the device is {query.device.type}, where torch's attention was not tried"
     elif chosen == SDPBackend.CUDNN_ATTENTION.value:
-        made = ops._scaled_dot_product_cudnn_attention(query, key, value, None, True, 0.0, True, False, scale=scale)
-    elif chosen == SDPBackend.EFFICIENT_ATTENTION.value and not gqa:
+        made = cudnn(query, key, value, causal=True, scale=scale)
+    elif chosen == SDPBackend.EFFICIENT_ATTENTION.value and key.shape[1] == query.shape[1]:
         made = ops._scaled_dot_product_efficient_attention(query, key, value, None, True, 0.0, True, scale=scale)
     else:
         return f"torch's attention of choice here is {SDPBackend(chosen).name.lower()}, which gives no denominators"
     out, lse = made[0], made[1]
-    lse = lse.squeeze(-1) if lse.dim() == 4 else lse  # cuDNN gives a column
     if lse.shape[:2] != query.shape[:2] or lse.shape[2] < length or lse.dtype != torch.float32:
         return f"torch's attention gave denominators as {lse.dtype} {list(lse.shape)}"
     return out, lse[..., :length]  # the memory-efficient op rounds the rows up
+
+
+def fused_choice(query: Tensor, key: Tensor, value: Tensor, *, scale: float) -> int:
+    """The backend, as `SDPBackend`'s number, that torch would give a prompt's causal attention to."""
+    gqa = key.shape[1] != query.shape[1]
+    return int(torch._fused_sdp_choice(query, key, value, None, 0.0, True, scale=scale, enable_gqa=gqa))
+
+
+def flash(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """torch's flash attention on CUDA: the output, and the log of the denominators [B, HQ, q or more] float32."""
+    made = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, False, scale=scale)
+    return made[0], made[1]
+
+
+def cudnn(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """The same by cuDNN; causal means query i sees keys 0 to i."""
+    op = torch.ops.aten._scaled_dot_product_cudnn_attention
+    made = op(query, key, value, None, True, 0.0, causal, False, scale=scale)
+    return made[0], made[1].squeeze(-1) if made[1].dim() == 4 else made[1]  # a column, where it is one

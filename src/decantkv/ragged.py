@@ -8,7 +8,6 @@ for new tokens is taken when the first one comes, the same for every lane, and a
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from decantkv.selection import FILLER, Kept
+from decantkv.versions import kernels_run_on
 
 if TYPE_CHECKING:
     from decantkv.kernels.decode import Splits
@@ -80,10 +80,14 @@ class RaggedStore:
         if new > self.room:
             self._grow(max(new, ROOM, self.reserve))
             self.reserve = 0
-        if real is None and self._append_at_once(keys, values):
-            self.room -= new
-            self.appended += new
-            return
+        if real is not None or not self._append_at_once(keys, values):
+            self._append_each(keys, values, real)
+        self.room -= new
+        self.appended += new
+
+    def _append_each(self, keys: Tensor, values: Tensor, real: Tensor | None) -> None:
+        """Write and count by torch's operations."""
+        new = keys.shape[2]
         place = torch.arange(new, device=keys.device)
         shown = None if real is None else real.repeat_interleave(self.heads, 0)  # [B·H, T]
         pads = 0 if shown is None else new - shown.sum(-1, keepdim=True)
@@ -94,8 +98,6 @@ class RaggedStore:
         self.keys.index_copy_(0, slots.flatten(), flat_keys)
         self.values.index_copy_(0, slots.flatten(), flat_values)
         self.lens += new if shown is None else shown.sum(-1)
-        self.room -= new
-        self.appended += new
 
     def _append_at_once(self, keys: Tensor, values: Tensor) -> bool:
         """Whether one launch wrote the new tokens and counted them."""
@@ -323,7 +325,5 @@ class RaggedStore:
 
 
 def _kernels(x: Tensor, name: str) -> Any:
-    """One of the kernels' modules, on CUDA where the package triton is installed."""
-    if not x.is_cuda or importlib.util.find_spec("triton") is None:
-        return None
-    return importlib.import_module(f"decantkv.kernels.{name}")
+    """One of the kernels' modules where they run; None elsewhere."""
+    return importlib.import_module(f"decantkv.kernels.{name}") if kernels_run_on(x.device) else None

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
+from typing import TYPE_CHECKING
+
 from packaging.version import Version
+
+if TYPE_CHECKING:
+    import torch
 
 PYTHON = "3.11"  # and later
 TORCH = "2.11"  # and later
@@ -19,3 +25,8 @@ def at_least(version: str, oldest: str) -> bool:
 def transformers_fits(version: str) -> bool:
     """Whether a version of transformers lies in the range that was tried."""
     return at_least(version, OLDEST) and not at_least(version, BEYOND)
+
+
+def kernels_run_on(device: torch.device) -> bool:
+    """Whether the Triton kernels have a device and their package."""
+    return device.type == "cuda" and importlib.util.find_spec("triton") is not None

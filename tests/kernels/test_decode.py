@@ -1,7 +1,8 @@
-"""The decode kernel where there is no GPU: its arithmetic in Triton's interpreter, its compilation for real ones."""
+"""A decoding step's kernels: their arithmetic in Triton's interpreter and on a GPU, their compilation for several."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -20,23 +21,28 @@ def python(*args, **environment):
     return subprocess.run([sys.executable, "-m", *args], env=env, capture_output=True, text=True, cwd=ROOT)
 
 
+KERNELS = pytest.mark.parametrize("kernels", ["decode", "step"])
+
+
+@KERNELS
 @pytest.mark.interpreter
-def test_the_kernel_agrees_with_float64_in_the_interpreter():
+def test_they_agree_with_their_definition_in_the_interpreter(kernels):
     pytest.importorskip("triton")
-    ran = python("tests.kernels.decode_cases", TRITON_INTERPRET="1")
+    ran = python(f"tests.kernels.{kernels}_cases", TRITON_INTERPRET="1")
     assert "all cases agree" in ran.stdout, ran.stderr[-2000:]
 
 
+@KERNELS
 @pytest.mark.parametrize("target", ["sm90", "gfx942"])
-def test_the_kernel_compiles_without_spills(target):
+def test_they_compile_without_spills(target, kernels):
     pytest.importorskip("triton")
-    ran = python("tests.kernels.decode_compiles", target, TRITON_INTERPRET="0")
+    ran = python(f"tests.kernels.{kernels}_compiles", target, TRITON_INTERPRET="0")
     assert "compiles, no spills" in ran.stdout, ran.stderr[-2000:]
 
 
+@KERNELS
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_the_kernel_agrees_with_float64_on_a_gpu():
-    from tests.kernels.decode_cases import run
-
-    run("cuda", (torch.float32, torch.float16, torch.bfloat16))
+def test_they_agree_with_their_definition_on_a_gpu(kernels):
+    cases = importlib.import_module(f"tests.kernels.{kernels}_cases")
+    cases.run("cuda", (torch.float32, torch.float16, torch.bfloat16))

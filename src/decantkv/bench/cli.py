@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, cast, get_args
 
@@ -32,38 +33,23 @@ def score(
 ) -> None:
     """Scoring, selection and compaction of one layer."""
     need_gpu()
-    from decantkv.bench.gate import RedGateError
     from decantkv.bench.score import LLAMA_8B, VARIANTS, measure
 
-    rows: list[Row] = []
-    try:
-        for geometry in (LLAMA_8B, *(VARIANTS if variants else ())):
-            everyone = rivals and geometry is LLAMA_8B
-            for row in measure(geometry, parsed(lengths), seed=seed, all_contenders=everyone):
-                rows.append(row)
-                keep(rows, out)
-    except RedGateError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(1) from error
-    show(rows, as_json)
+    made = (
+        row
+        for geometry in (LLAMA_8B, *(VARIANTS if variants else ()))
+        for row in measure(geometry, parsed(lengths), seed=seed, all_contenders=rivals and geometry is LLAMA_8B)
+    )
+    show(while_green(made, out), as_json)
 
 
 @app.command()
 def quantities(lengths: Lengths = "4096,32768,131072", seed: int = 0, as_json: Json = False, out: Out = None) -> None:
     """What else the kernels compute: other methods' quantities, and paged storage."""
     need_gpu()
-    from decantkv.bench.gate import RedGateError
     from decantkv.bench.quantities import measure
 
-    rows: list[Row] = []
-    try:
-        for row in measure(parsed(lengths), seed=seed):
-            rows.append(row)
-            keep(rows, out)
-    except RedGateError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(1) from error
-    show(rows, as_json)
+    show(while_green(measure(parsed(lengths), seed=seed), out), as_json)
 
 
 @app.command()
@@ -77,21 +63,14 @@ def prefill(
 ) -> None:
     """Time to first token of a random-weight model, with and without eviction."""
     need_gpu()
-    from decantkv.bench.gate import RedGateError
     from decantkv.bench.prefill import measure
 
-    rows: list[Row] = []
-    try:
-        for name in geometries.split(","):
-            for row in measure(
-                name.strip(), parsed(lengths), impls=tuple(map(chosen, impls.split(","))), budget=budget
-            ):
-                rows.append(row)
-                keep(rows, out)
-    except RedGateError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(1) from error
-    show(rows, as_json)
+    made = (
+        row
+        for name in geometries.split(",")
+        for row in measure(name.strip(), parsed(lengths), impls=tuple(map(chosen, impls.split(","))), budget=budget)
+    )
+    show(while_green(made, out), as_json)
 
 
 @app.command()
@@ -105,14 +84,8 @@ def decode(
     """Decode attention over heads that keep different numbers of tokens."""
     need_gpu()
     from decantkv.bench.decode import measure
-    from decantkv.bench.gate import RedGateError
 
-    try:
-        rows = list(measure(numbers("batches", batches), numbers("spreads", spreads), seed=seed))
-    except RedGateError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(1) from error
-    show(rows, as_json)
+    show(while_green(measure(numbers("batches", batches), numbers("spreads", spreads), seed=seed)), as_json)
 
 
 @app.command()
@@ -202,10 +175,24 @@ def chosen(impl: str) -> Impl:
     return cast(Impl, impl)
 
 
-def keep(rows: list[Row], out: Path | None) -> None:
-    """Write the rows so far: a run that is cut short loses only its last one."""
-    if out is not None:
-        write(out, rows)
+def while_green(rows: Iterable[Row], out: Path | None = None) -> list[Row]:
+    """Rows as they are measured, all so far in a file: a run that is cut short loses only its last one.
+
+    Raises:
+        typer.Exit: code 1, and a line that says why, at a red gate.
+    """
+    from decantkv.bench.gate import RedGateError
+
+    made: list[Row] = []
+    try:
+        for row in rows:
+            made.append(row)
+            if out is not None:
+                write(out, made)
+    except RedGateError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from error
+    return made
 
 
 def show(rows: list[Row], as_json: bool) -> None:

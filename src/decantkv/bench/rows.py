@@ -35,13 +35,26 @@ def circumstances() -> Row:
     }
 
 
-def commit() -> str | None:
-    """The checkout's commit; DECANTKV_COMMIT where the measured copy has no history."""
+def commit(*, mark: bool = False) -> str | None:
+    """The checkout's commit; DECANTKV_COMMIT where the measured copy has no history; None where nobody knows.
+
+    Args:
+        mark: twelve digits, and "+" where files differ from them.
+    """
     if named := os.environ.get("DECANTKV_COMMIT"):
         return named
-    run = subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent, check=False
-    )
+    head = _git("rev-parse", *(["--short=12"] if mark else []), "HEAD")
+    return f"{head}+" if head and mark and _git("status", "--porcelain", "-uno") else head
+
+
+def _git(*arguments: str) -> str | None:
+    """What git says of this checkout; None for nothing, without git, and outside a checkout."""
+    try:
+        run = subprocess.run(
+            ["git", *arguments], capture_output=True, text=True, cwd=Path(__file__).parent, check=False
+        )
+    except OSError:
+        return None
     return run.stdout.strip() or None
 
 

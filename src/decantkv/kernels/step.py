@@ -41,12 +41,12 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
     """
     (batch, num_heads, new, dim), heads = q.shape, k.shape[1]
     q, k, cos, sin = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, cos, sin))
-    out_q, out_k = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty_like(k).contiguous()
-    s_b = 0 if cos.shape[0] == 1 else cos.stride(0)
+    out_q, out_k = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
+    (s_cb, s_ct), (s_sb, s_st) = ((0 if x.shape[0] == 1 else x.stride(0), x.stride(1)) for x in (cos, sin))
     with on_device(q.device):
         rotate_kernel[(batch * new, num_heads + heads)](
-            q, k, out_q, out_k, cos, sin, *q.stride()[:3], *k.stride()[:3], s_b, cos.stride(1), sin.stride(1),
-            0 if sin.shape[0] == 1 else sin.stride(0), new, num_heads, heads,
+            q, k, out_q, out_k, cos, sin, *q.stride()[:3], *k.stride()[:3], s_cb, s_ct, s_sb, s_st,
+            new, num_heads, heads,
             HALF=dim // 2, BH=triton.next_power_of_2(dim // 2), num_warps=1,
         )  # fmt: skip
     return out_q, out_k
@@ -75,7 +75,7 @@ def append_kernel(
 
 @triton.jit
 def rotate_kernel(
-    p_q, p_k, p_out_q, p_out_k, p_cos, p_sin, s_qb, s_qh, s_qt, s_kb, s_kh, s_kt, s_cb, s_ct, s_st, s_sb,
+    p_q, p_k, p_out_q, p_out_k, p_cos, p_sin, s_qb, s_qh, s_qt, s_kb, s_kh, s_kt, s_cb, s_ct, s_sb, s_st,
     new, num_heads, heads, HALF: tl.constexpr, BH: tl.constexpr,
 ):  # fmt: skip
     """Grid (batch rows × tokens, query heads and then KV heads)."""

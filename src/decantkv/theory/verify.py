@@ -14,10 +14,8 @@ of least attention, "cut" those around the budget's cut by raw score, "evicted" 
 from __future__ import annotations
 
 import hashlib
-import os
 import platform
 import shlex
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -30,6 +28,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from decantkv.bench.rows import commit
 from decantkv.budget import Budget
 from decantkv.cache import cache_argument
 from decantkv.methods import Method
@@ -139,21 +138,7 @@ def circumstances(
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine() + " CPU",
         "command": shlex.join(["decantkv", *sys.argv[1:]]),
-        "commit": _commit(),
+        "commit": commit(mark=True),
         "versions": {name: version(name) for name in ("torch", "transformers", "scipy", "numpy")},
         "python": platform.python_version(),
     }
-
-
-def _commit() -> str | None:
-    """The checkout's commit, with "+" where files differ from it; None outside one; DECANTKV_COMMIT where it is set."""
-    if named := os.environ.get("DECANTKV_COMMIT"):
-        return named
-    try:
-        here = Path(__file__).parent
-        git = ["git", "-C", str(here)]
-        head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True)
-        changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return head.stdout.strip() + ("+" if changed.stdout.strip() else "")
