@@ -137,6 +137,14 @@ def test_graphs_on_another_gpu_than_the_current_one():
     assert (run.trust.broken, run.trust.replayed) == (None, 10)
 
 
+def test_recorded_steps_keep_their_stand_ins_through_many_layers_of_bfloat16():
+    llama, inputs = model(torch.bfloat16, num_hidden_layers=32, hidden_size=1024), on_gpu(INPUTS["one"])
+    with decantkv.attach(llama, budget=0.3, decode="own") as run:
+        llama.generate(**inputs, max_new_tokens=12, **tiny.GREEDY)
+    assert {standin.name for standin in run.trust.standins} == {"forward", "apply_rotary_pos_emb"}
+    assert (run.trust.broken, run.trust.replayed) == (None, 10)
+
+
 def test_recording_again_and_again_leaves_no_memory_behind():
     llama, inputs = model(torch.bfloat16), on_gpu(INPUTS["one"])
     held = []

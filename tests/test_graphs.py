@@ -4,6 +4,7 @@ again on that memory, as a CUDA graph does; while it records, nothing happens.""
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
 from contextlib import contextmanager
 
@@ -14,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import decantkv
 from decantkv import graphs, ragged
 from decantkv.cache import EvictingCache, cache_argument
+from decantkv.ragged_layers import RaggedLayer
 from tests import tiny
 from tests.families import build
 
@@ -134,6 +136,22 @@ def test_steps_from_a_graph_are_the_models_steps(tape, name, allocation):
     assert len(tape) == 1
     cache = graphed[cache_argument(model)]
     assert cache.get_seq_length() == 100 + STEPS - 1
+
+
+@pytest.mark.parametrize("settings", [{}, {"every": 8}, {"allocation": "ada"}])
+def test_a_caches_memory_goes_with_it_and_waits_for_no_collection(tape, settings):
+    model = tiny.llama()
+    gc.collect()
+    gc.disable()
+    try:
+        with decantkv.attach(model, budget=0.3, decode="own", **settings) as run:
+            for _ in range(3):
+                model.generate(**INPUTS["one"], max_new_tokens=STEPS, **tiny.GREEDY)
+        assert len(tape) >= 3
+        assert not [x for x in gc.get_objects() if type(x) in (graphs.StepGraphs, graphs._Step, RaggedLayer)]
+    finally:
+        gc.enable()
+    assert run.trust.replayed
 
 
 def test_a_full_cache_grows_and_is_recorded_again(tape, monkeypatch):

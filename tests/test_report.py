@@ -193,7 +193,7 @@ def test_on_a_gpu_the_allocator_is_asked():
 def test_counts_of_prompts_long_past_are_on_the_host(monkeypatch):
     monkeypatch.setattr(records, "SPANS", 6)
     model = tiny.llama(head_dim=64).to("cuda", torch.bfloat16)
-    with decantkv.attach(model, budget=0.3, allocation="ada") as run:
+    with decantkv.attach(model, budget=0.3, allocation="ada") as run, torch.no_grad():
         for _ in range(7):
             model(tiny.prompt(300).cuda())
             torch.cuda.synchronize()

@@ -61,7 +61,7 @@ def _in_parts(query: Tensor, keys: Tensor, values: Tensor, *, scale: float) -> T
         attend = cudnn if stop - start >= LEAST_PART else flash
         out, more = attend(query, keys[:, :, start:stop], values[:, :, start:stop], causal=False, scale=scale)
         more = more[:, :, :new, None]
-        total = torch.lerp(total, out.float(), torch.sigmoid(more - lse))
+        total.lerp_(out.float(), torch.sigmoid(more - lse))
         lse = torch.logaddexp(lse, more)
     return total.to(query.dtype)
 

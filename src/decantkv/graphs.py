@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from decantkv.evicting import EvictingLayer
 from decantkv.fused import Standin, in_place
@@ -130,7 +130,7 @@ class StepGraphs:
         else:
             self._step.replay(kwargs)
             self._count(1)
-        out = self._step.output()
+        out = self._step.output(kwargs)
         if expected is not None and before is not None:
             if not _agree(expected, self._state(out.logits)):
                 self._differs()
@@ -273,17 +273,22 @@ class _Step:
 
     def __init__(self, graph: Any, ids: Tensor, position: Tensor, out: Any, place: tuple[Any, ...]) -> None:
         self.graph, self.place = graph, place
-        self._ids, self._position, self._out = ids, position, out
+        self._ids, self._position, self._out = ids, position, copy.copy(out)
+        self._caches = [name for name, x in out.items() if isinstance(x, Cache)]
+        for name in self._caches:  # it holds this step: the two would keep each other, and their memory, alive
+            self._out[name] = None
 
     def replay(self, kwargs: dict[str, Any]) -> None:
         self._ids.copy_(kwargs["input_ids"])
         self._position.copy_(kwargs["position_ids"])
         self.graph.replay()
 
-    def output(self) -> Any:
-        """What the forward returned, with logits that the next step leaves alone."""
+    def output(self, kwargs: dict[str, Any]) -> Any:
+        """What the forward returned for the cache in `kwargs`, with logits that the next step leaves alone."""
         out = copy.copy(self._out)
         out["logits"] = self._out.logits.clone()
+        for name in self._caches:
+            out[name] = next(x for x in kwargs.values() if isinstance(x, Cache))
         return out
 
 

@@ -9,11 +9,13 @@ from tests.kernels.compiles import TARGETS, compiled, spilled
 
 APPEND = {"T": 1, "D": 128, "DV": 128, "BD": 128, "BDV": 128}
 ROTATE = {"HALF": 64, "BH": 64}
+NORM = {"D": 4096, "BD": 4096}
 
 if __name__ == "__main__":
     target, _ = TARGETS[sys.argv[1]]
-    for kernel, constants in ((step.append_kernel, APPEND), (step.rotate_kernel, ROTATE)):
+    cases = ((step.append_kernel, APPEND, 1), (step.rotate_kernel, ROTATE, 1), (step.norm_kernel, NORM, 8))
+    for kernel, constants, warps in cases:
         for dtype in ("bf16", "fp32"):
-            made = compiled(kernel, target, dtype, constants, warps=1)
+            made = compiled(kernel, target, dtype, constants, warps=warps)
             assert spilled(made, target) == 0, f"{kernel.fn.__name__} {dtype} spills"
     print(f"{sys.argv[1]}: every kernel of a step compiles, no spills", flush=True)
