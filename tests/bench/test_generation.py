@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 
 import pytest
 import torch
@@ -63,6 +64,9 @@ def test_the_throughput_command(capsys, tmp_path):
     for row in rows:
         assert row["tokens_a_second"] > row["tokens_a_second_with_prompts"] > 0
         assert row["prompt_s"] > 0
+    for length in (80, 120):
+        whole = {row["prompt_s"] for row in rows if row["kv_len"] == length and row["impl"] is None}
+        assert len(whole) == 1, "one reading serves both full caches and every batch"
 
 
 def test_the_latency_command_for_every_method(capsys, tmp_path):
@@ -189,18 +193,129 @@ def test_the_rows_of_a_throughput_case_are_prompts_in_turn(monkeypatch):
     assert not torch.equal(keys[0], keys[1])
 
 
+def test_a_length_is_read_once_and_not_beside_a_batch(monkeypatch):
+    read, clocked, seen, prompts = generation._read, generation.clocked, [], []
+
+    def noted(model, ids, cache):
+        made = read(model, ids, cache)
+        seen.append((type(cache).__name__, tuple(ids.shape)))
+        if isinstance(cache, DynamicCache) and not isinstance(cache, decantkv.EvictingCache):
+            prompts.extend(weakref.ref(x) for layer in cache.layers for x in (layer.keys, layer.values))
+        return made
+
+    def alone(model, ids, new, **options):
+        (cache,) = options.values()
+        if not isinstance(cache, decantkv.EvictingCache):
+            assert prompts
+            assert not any(prompt() is not None for prompt in prompts)
+        return clocked(model, ids, new, **options)
+
+    monkeypatch.setattr(generation, "_read", noted)
+    monkeypatch.setattr(generation, "clocked", alone)
+    model = tiny.llama()
+    rows = made(generation.throughput(
+        lambda: model, lengths=[40, 60], budget=0.4, batches=[1, 2, 4], impls=["torch", "reference"], new=11,
+    ))  # fmt: skip
+    assert len(rows) == 2 * 4 * 3
+    assert seen == [
+        (name, (1, length)) for length in (40, 60) for name in ["DynamicCache", *4 * ["EvictingCache"]]
+    ]  # fmt: skip
+
+
+def test_a_throughput_batch_beyond_memory_ends_its_series_and_reads_nothing_again(monkeypatch):
+    read, drawn, reads = generation._read, generation._drawn, []
+
+    def small(model, like, batch):
+        if batch > 2:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        return drawn(model, like, batch)
+
+    monkeypatch.setattr(generation, "_read", lambda *given: reads.append(given[1].shape) or read(*given))
+    monkeypatch.setattr(generation, "_drawn", small)
+    model = tiny.llama()
+    rows = made(generation.throughput(
+        lambda: model, lengths=[40, 60], budget=0.4, batches=[1, 2, 4, 8], new=11, names=["dynamic", "ours"], distinct=1
+    ))  # fmt: skip
+    found = [(row["contender"], row["batch"], row.get("left_out")) for row in rows]
+    series = [
+        ("dynamic", 1, None),
+        ("dynamic", 2, None),
+        ("dynamic", 4, "memory"),
+        *(("ours", b, None) for b in (1, 2, 4, 8)),
+    ]
+    assert found == 2 * series
+    assert reads == [(1, 40), (1, 40), (1, 60), (1, 60)]
+
+
+def test_a_filled_cache_has_what_a_read_one_has_but_its_content():
+    model, ids = tiny.llama().to(torch.bfloat16), tiny.prompt(60)
+    _, cache = generation._read(model, ids, DynamicCache(config=model.config))
+    expected = [x.shape for layer in cache.layers for x in (layer.keys, layer.values)]
+    size = sum(x.nbytes for x in (cache.layers[0].keys, cache.layers[0].values))
+    assert generation.token_bytes(model) * 60 == size
+    shape = generation._emptied(cache)
+    filled = generation._filled(model, shape, 3)
+    held = [x for layer in filled.layers for x in (layer.keys, layer.values)]
+    assert [(x.shape[0], x.shape[1:]) for x in held] == [(3, x[1:]) for x in expected]
+    assert {(x.dtype, x.device.type) for x in held} == {(torch.bfloat16, "cpu")}
+    assert filled.get_seq_length() == shape.get_seq_length() == 60
+    for x in held:
+        assert abs(float(x.float().mean())) < 0.1
+        assert 0.9 < float(x.float().std()) < 1.1
+        assert not torch.equal(x[0], x[1])
+        assert x.untyped_storage().nbytes() == x.nbytes
+
+
 def test_a_static_cache_that_was_filled_says_what_a_dynamic_one_says():
     model, ids = tiny.llama(), tiny.prompt(60)
-    rows = torch.cat([ids, ids[:, :1]], 1).expand(3, -1)
+    _, cache = generation._read(model, ids, DynamicCache(config=model.config))
+    shape = generation._emptied(cache)
+    rows = torch.cat([ids, ids[:, :1]], 1)
     answers = []
-    for static in (False, True):
-        _, cache = generation._read(model, ids, DynamicCache(config=model.config))
-        if static:
-            cache = generation._static(model, cache, 3, 70)
-        else:
-            cache.batch_repeat_interleave(3)
-        answers.append(model.generate(rows, max_new_tokens=10, **{cache_argument(model): cache}, **tiny.GREEDY))
-    assert torch.equal(*answers)
+    for batch, make in (
+        (1, lambda: generation._filled(model, shape, 1)),
+        (3, lambda: generation._static(model, shape, 3, 70)),
+    ):
+        torch.manual_seed(5)
+        answers.append(
+            model.generate(
+                rows.expand(batch, -1), max_new_tokens=10, **{cache_argument(model): make()}, **tiny.GREEDY
+            )
+        )  # fmt: skip
+    assert torch.equal(answers[0].expand(3, -1), answers[1])
+
+
+def test_a_latency_batch_that_will_not_fit_is_left_out_before_its_prompt_is_read(monkeypatch):
+    empty, clocked, begun = torch.empty, generation.clocked, []
+    model = tiny.llama()
+    one = 60 * generation.token_bytes(model)  # one prompt's keys and values in one layer
+    asked = []
+
+    def small(*size, dtype=None, **options):
+        if dtype == torch.uint8:
+            asked.append(size[0])
+            if size[0] > 2.5 * one:
+                raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        return empty(*size, dtype=dtype, **options)
+
+    def noted(model, ids, new, **options):
+        begun.append(ids.shape[0])
+        return clocked(model, ids, new, **options)
+
+    monkeypatch.setattr(torch, "empty", small)
+    monkeypatch.setattr(generation, "clocked", noted)
+    options = {"length": 60, "batches": [1, 2, 4, 8], "methods": ["dropkv"], "budget": 0.4, "new": 3}
+    rows = made(generation.latency(lambda: model, **options))
+    full = [(1, None), (2, None), (4, "memory")]
+    assert [(row["method"], row["batch"], row.get("left_out")) for row in rows] == [
+        *(("none", *case) for case in full),
+        *(("none, static compiled", *case) for case in full),
+        *(("dropkv", b, None) for b in (1, 2, 4)),
+        ("dropkv", 8, "memory"),
+    ]
+    assert begun == [1, 2, 1, 1, 2, 2, 1, 2, 4], "the static cache's first generation compiles"
+    assert asked[:5] == [one, one, 2 * one, 2 * one, 4 * one], "two layers beside the first"
+    assert len(model.get_decoder().layers) == 3
 
 
 @pytest.mark.parametrize("chunk", [20, 200])

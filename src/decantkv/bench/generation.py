@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import statistics
 import time
@@ -167,16 +168,31 @@ def bounded(
 
 
 @torch.no_grad()
-def warm(model: PreTrainedModel, ids: Tensor) -> None:
-    """Compile what these shapes need by a forward through the first layer alone, where the model has a list of them."""
+def warm(model: PreTrainedModel, ids: Tensor, *, others: int = 0) -> None:
+    """Compile what these shapes need by a forward through the first layer alone, where the model has a list of them.
+
+    Args:
+        others: tokens of each row that every other layer will store. Their room is taken meanwhile, as it will be when
+            the last layer runs: a batch that does not fit fails here, and not after most of its prompt.
+    """
     decoder = model.get_decoder()
     layers = decoder.layers
+    size = ids.shape[0] * others * token_bytes(model) if others else 0
+    room = [torch.empty(size, dtype=torch.uint8, device=ids.device) for _ in layers[1:]]
     decoder.layers = layers[:1]
     try:
         model(ids, use_cache=True, logits_to_keep=1)
     finally:
         decoder.layers = layers
+        room.clear()
     wait(ids.device)
+
+
+def token_bytes(model: PreTrainedModel) -> int:
+    """Bytes of one token's keys and values in one layer."""
+    config = model.config
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(2 * config.num_key_value_heads * width * model.dtype.itemsize)
 
 
 def throughput(
@@ -185,32 +201,42 @@ def throughput(
 ) -> Iterator[Case]:  # fmt: skip
     """Tokens a second by batch, full cache and kept, until each runs out of memory.
 
-    Prompts are read one by one and their evicted caches joined, so that reading them does not limit the batch. Of ours
-    `distinct` prompts are read and take turns as rows; the others' one is repeated: a step's time and memory do not
-    depend on the content. `tokens_a_second_with_prompts` counts the time of reading a prompt for every row, by
-    arithmetic.
+    A length is read once, outside of any batch, so that reading does not limit the batch: by one prompt for both full
+    caches, by `distinct` prompts for each of `impls`. Ours joins these prompts' evicted caches, which take turns as
+    rows. A full cache is filled with random numbers in the shape of the one that was read, which is not kept, and is
+    made at the batch's size: beside it nothing else takes memory, neither the prompt nor a copy. A step's time and
+    memory do not depend on the content. `tokens_a_second_with_prompts` counts the time of reading a prompt for every
+    row, by arithmetic.
     """
-    read: dict[tuple[Any, ...], tuple[float, list[Any]]] = {}  # evicted caches are small and serve every batch
+    evicted: dict[tuple[Impl, int], tuple[float, list[Any]]] = {}  # seconds of a prompt, and its small caches
+    full: dict[int, tuple[float, DynamicCache]] = {}  # seconds of a prompt, and its cache's shape
+
+    def cache_of(run: Any, llama: PreTrainedModel, ids: Tensor, impl: Impl | None, batch: int, static: bool) -> Any:
+        """(seconds, cache): what a prompt took, and a cache of that many."""
+        length = ids.shape[1]
+        if impl is not None:
+            if (impl, length) not in evicted:
+                evicted.clear()
+                warm(llama, ids[:1])
+                found = [_read(llama, row[None], run.new_cache()) for row in ids]
+                evicted[impl, length] = statistics.mean(s for s, _ in found), [cache for _, cache in found]
+            seconds, groups = evicted[impl, length]
+            return seconds, EvictingCache.cat([groups[row % len(groups)] for row in range(batch)])
+        evicted.clear()  # a full cache has the memory for itself
+        if length not in full:
+            warm(llama, ids)
+            seconds, cache = _read(llama, ids, DynamicCache(config=llama.config))
+            full[length] = seconds, _emptied(cache)
+            collect(llama.device)
+        seconds, shape = full[length]
+        return seconds, _static(llama, shape, batch, length + new) if static else _filled(llama, shape, batch)
 
     def measure(name: str, impl: Impl | None, length: int, batch: int) -> Row:
         llama = model()
-        ids = prompts(llama, distinct, length)
+        ids = prompts(llama, 1 if impl is None else distinct, length)
         context, _ = contender(llama, name, budget, **({} if impl is None else {"impl": impl}))
         with context as run:
-            if isinstance(run, Run):
-                if (impl, length) not in read:
-                    read.clear()
-                    warm(llama, ids[:1])
-                    found = [_read(llama, row[None], run.new_cache()) for row in ids]
-                    read[impl, length] = statistics.mean(s for s, _ in found), [cache for _, cache in found]
-                seconds, groups = read[impl, length]
-                cache = EvictingCache.cat([groups[row % distinct] for row in range(batch)])
-            else:
-                ids = ids[:1]
-                seconds, cache = _read(llama, ids, DynamicCache(config=llama.config))
-                cache = _static(llama, cache, batch, length + new) if name == "static compiled" else cache
-                if name == "dynamic":
-                    cache.batch_repeat_interleave(batch)
+            seconds, cache = cache_of(run, llama, ids, impl, batch, name == "static compiled")
             collect(llama.device)
             held = allocated(llama.device)
             rows = torch.cat([ids, ids[:, :1]], 1)[torch.arange(batch, device=ids.device) % len(ids)]
@@ -242,14 +268,33 @@ def _read(model: PreTrainedModel, ids: Tensor, cache: Any) -> tuple[float, Any]:
     return time.perf_counter() - start, cache
 
 
-def _static(model: PreTrainedModel, one: DynamicCache, batch: int, length: int) -> StaticCache:
-    """transformers' static cache with every row holding what `one` holds."""
-    cache = StaticCache(config=model.config, max_cache_len=length + 1)
-    for i, layer in enumerate(one.layers):
-        place = torch.arange(layer.keys.shape[2], device=model.device)
-        keys, values = (x.expand(batch, -1, -1, -1) for x in (layer.keys, layer.values))
-        cache.update(keys, values, i, {"cache_position": place})
+def _emptied(cache: DynamicCache) -> DynamicCache:
+    """The cache with keys and values that are shapes and dtypes alone, on the meta device."""
+    for layer in cache.layers:
+        layer.keys, layer.values = layer.keys.to("meta"), layer.values.to("meta")
     return cache
+
+
+def _filled(model: PreTrainedModel, shape: DynamicCache, batch: int) -> DynamicCache:
+    """A cache of that shape with `batch` rows of normal numbers, drawn where they stay."""
+    cache = copy.deepcopy(shape)
+    for layer in cache.layers:
+        layer.keys, layer.values = (_drawn(model, x, batch) for x in (layer.keys, layer.values))
+    return cache
+
+
+def _static(model: PreTrainedModel, shape: DynamicCache, batch: int, length: int) -> StaticCache:
+    """The same as transformers' static cache with room for `length` tokens; one row is drawn for all."""
+    cache = StaticCache(config=model.config, max_cache_len=length + 1)
+    for i, layer in enumerate(shape.layers):
+        keys, values = (_drawn(model, x, 1).expand(batch, -1, -1, -1) for x in (layer.keys, layer.values))
+        cache.update(keys, values, i, {"cache_position": torch.arange(keys.shape[2], device=model.device)})
+    return cache
+
+
+def _drawn(model: PreTrainedModel, like: Tensor, batch: int) -> Tensor:
+    """[batch, …] normal numbers in the shape of one row of `like`, without anything beside them."""
+    return torch.empty(batch, *like.shape[1:], dtype=like.dtype, device=model.device).normal_()
 
 
 def latency(
@@ -258,7 +303,8 @@ def latency(
     """Seconds to the first token and of a whole generation for each method and batch, until memory ends.
 
     "none" is the dynamic cache, "none, static compiled" transformers' static one; the latter is compiled by a
-    generation that is not timed.
+    generation that is not timed. A batch is tried on the first layer beforehand, beside the room that the other layers
+    will take, so that one that does not fit fails within that layer's time.
     """
     for method in methods:
         if method not in METHODS:
@@ -271,10 +317,10 @@ def latency(
         context, options = contender(llama, name, budget, **({} if plain else {"method": method}))
         with context as run:
             ids = prompts(llama, batch, length)
+            warm(llama, ids, others=length + new if static else length if plain else int(budget * length))
             if static:
+                collect(llama.device)
                 clocked(llama, ids, new, **options)
-            else:
-                warm(llama, ids)
             collect(llama.device)
             first, steps = clocked(llama, ids, new, **options)
             made = how(llama, run)
