@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from decantkv import interface
-from decantkv.cache import cache_argument, check_model, text_config
+from decantkv.cache import ATTEND_TWICE, cache_argument, check_model, text_config
+from decantkv.chunks import attend_chunk
 from decantkv.interface import AttentionCall, Hold
 from decantkv.needs import output_projection, rotation
 from decantkv.options import Need
@@ -22,23 +23,95 @@ from decantkv.scoring.window import AttentionWindow, Rotate, make_window
 _serial = itertools.count()
 
 
-class WatchedLayer(DynamicLayer):
-    """Keeps everything, and beside it the last `rows` queries (None: all) with what the attention call said."""
+class Windows(list[AttentionWindow]):
+    """A window per layer, and all layers' as one batch.
 
-    def __init__(self, layer_idx: int, cache_id: int, rows: int | None) -> None:
+    Attributes:
+        together: the layers as the batch rows of one window, views of the same memory without what belongs to a layer
+            (index, W_O, rotation); None where the layers' attention differs in more than its tensors.
+    """
+
+    def __init__(self, each: Sequence[AttentionWindow], together: AttentionWindow | None) -> None:
+        super().__init__(each)
+        self.together = together
+
+
+class Stack:
+    """One tensor for all layers of a prompt, filled layer by layer and chunk by chunk: nothing is copied twice."""
+
+    def __init__(self, layers: int, length: int) -> None:
+        self.layers, self.length = layers, length
+        self.whole: Tensor | None = None  # [layers, heads, N, D]
+
+    def put(self, layer: int, start: int, states: Tensor) -> Tensor:
+        """Write a layer's [1, heads, n, D] from `start` on; returns its [1, heads, start + n, D] so far.
+
+        Raises:
+            ValueError: the layers differ in shape.
+        """
+        heads, dim = states.shape[1], states.shape[3]
+        if self.whole is None:
+            self.whole = states.new_empty(self.layers, heads, self.length, dim)
+        elif (heads, dim) != (self.whole.shape[1], self.whole.shape[3]):
+            raise ValueError(
+                f"model: expected the same heads in every layer, got {self.whole.shape[1]}·{self.whole.shape[3]} and, "
+                f"in layer {layer}, {heads}·{dim}"
+            )
+        stop = start + states.shape[2]
+        self.whole[layer, :, start:stop] = states[0]
+        return self.whole[layer : layer + 1, :, :stop]
+
+    def until(self, stop: int) -> Tensor:
+        """[layers, heads, stop, D]."""
+        if self.whole is None:
+            raise RuntimeError("no prompt was read")
+        return self.whole[:, :, :stop]
+
+
+class WatchedLayer(DynamicLayer):
+    """Keeps everything, and beside it the last `rows` queries (None: all) with what the attention call said.
+
+    Args:
+        keys, values, queries: where the layer keeps them; queries only where all of them are remembered.
+        own: whether a prompt's later chunks attend by `attend_chunk` and not by the model's function.
+    """
+
+    def __init__(
+        self, layer_idx: int, cache_id: int, rows: int | None, keys: Stack, values: Stack, queries: Stack, *, own: bool
+    ) -> None:
         super().__init__()
-        self.layer_idx, self.cache_id, self.rows = layer_idx, cache_id, rows
+        self.layer_idx, self.cache_id, self.rows, self.own = layer_idx, cache_id, rows, own
+        self._keys, self._values, self._queries = keys, values, queries
         self.queries: Tensor | None = None  # [1, HQ, ≤ rows, D]
         self.call: AttentionCall | None = None
+        self.plain = True  # so far
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append, and announce the attention call that follows."""
         interface.expect(self)
-        keys, values = super().update(key_states, value_states, *args, **kwargs)
-        return keys, values
+        start = self.get_seq_length()
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.keys = self._keys.put(self.layer_idx, start, key_states)
+        self.values = self._values.put(self.layer_idx, start, value_states)
+        return self.keys, self.values
 
-    def attend(self, call: AttentionCall) -> None:
-        """The model's own attention reads everything."""
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Of the chunk alone where its attention knows what is before it: such a causal mask is never built."""
+        if self.own:
+            return query_length, self.get_seq_length()
+        sizes: tuple[int, int] = super().get_mask_sizes(query_length)
+        return sizes
+
+    def attend(self, call: AttentionCall) -> Tensor | None:
+        """[1, q, HQ, Dv] of a later chunk without a mask, where that is the model's attention; else the model's own."""
+        new, kv_len = call.query.shape[2], call.key.shape[2]
+        if not self.own or new == kv_len:
+            return None
+        if not _plain(call):
+            raise RuntimeError(f"layer {self.layer_idx}: expected plain causal attention as the layer began with")
+        out = attend_chunk(call.query, call.key, call.value, held=[kv_len], scale=call.scale)
+        return out.transpose(1, 2).contiguous()
 
     def before_attention(self, mask: Any, **_: Any) -> Any:
         """The mask is the model's own."""
@@ -46,8 +119,12 @@ class WatchedLayer(DynamicLayer):
 
     def after_attention(self, call: AttentionCall) -> None:
         """Keep the newest queries."""
-        newest = call.query if self.queries is None else torch.cat([self.queries, call.query], dim=2)
-        self.queries = newest if self.rows is None else newest[:, :, -self.rows :].clone()
+        self.plain = self.plain and _plain(call)
+        if self.rows is None:
+            self.queries = self._queries.put(self.layer_idx, call.key.shape[2] - call.query.shape[2], call.query)
+        else:
+            newest = call.query if self.queries is None else torch.cat([self.queries, call.query], dim=2)
+            self.queries = newest[:, :, -self.rows :].clone()
         self.call = replace(call, query=self.queries, key=self.queries, value=self.queries, mask=None)
 
     def window(self, rows: int, needs: frozenset[Need], rotate: Rotate | None) -> AttentionWindow:
@@ -98,6 +175,10 @@ class Reader:
         rows: how many of the last queries the policies' methods look at, at most.
         needs: what the methods name as theirs.
         memory: bytes that a forward's activations and mask may take.
+
+    Attributes:
+        plain: whether the model's attention, tried on two tokens, is causal SDPA and nothing else. Chunks after the
+            first then attend by `attend_chunk`, and no mask is built.
     """
 
     def __init__(
@@ -116,9 +197,14 @@ class Reader:
                 "evaluate such a model through attach and generate"
             )
         self._layers = text_config(model).num_hidden_layers
+        self.plain = False
+        for _ in self.read([0, 0], []):
+            pass
+        twice = text_config(model).model_type in ATTEND_TWICE  # of whose two calls a layer sees one
+        self.plain = not twice and all(layer.plain for layer in self._watched)
 
     @torch.no_grad()
-    def read(self, ids: Sequence[int], cuts: Iterable[int]) -> Iterable[tuple[int, list[AttentionWindow]]]:
+    def read(self, ids: Sequence[int], cuts: Iterable[int]) -> Iterable[tuple[int, Windows]]:
         """Read up to each cut in turn; yields (cut, a window per layer) there.
 
         The windows see keys up to the cut. After the last yield, `reading()` gives the whole prompt.
@@ -126,7 +212,10 @@ class Reader:
         cache_id = next(_serial)
         cache = DynamicCache(config=text_config(self.model))
         remembered = None if "queries" in self._needs else self.rows
-        self._watched = [WatchedLayer(i, cache_id, remembered) for i in range(self._layers)]
+        self._stacks = [Stack(self._layers, len(ids)) for _ in range(3)]
+        self._watched = [
+            WatchedLayer(i, cache_id, remembered, *self._stacks, own=self.plain) for i in range(self._layers)
+        ]
         cache.layers = list(self._watched)
         cache.layer_class_to_replicate = None
         tokens = torch.tensor([list(ids)], device=self.model.device)
@@ -136,7 +225,7 @@ class Reader:
             begin = 0
             for cut in sorted({*cuts, len(ids)}):
                 begin = self._forward(tokens, begin, cut, cache)
-                yield cut, [layer.window(self.rows, self._needs, self._rotate) for layer in self._watched]
+                yield cut, self._windows(cut)
         finally:
             interface.forget()
             hold.close()
@@ -147,7 +236,8 @@ class Reader:
         hidden = int(config.hidden_size)
         wide = int(getattr(config, "intermediate_size", None) or 4 * hidden)
         width = 4 * (8 * hidden + 3 * wide)  # bytes a token, at most 4 a number
-        mask = 7 * length  # bytes a token: a bool, and what a backend makes of it
+        # bytes a token: a bool, and what a backend makes of it; on a CPU attend_chunk has one as well
+        mask = 0 if self.plain and self.model.device.type == "cuda" else 7 * length
         return max(256, min(32768, self.memory // (width + mask)))
 
     def reading(self) -> Reading:
@@ -156,6 +246,23 @@ class Reader:
         values = [layer.values for layer in self._watched]
         return Reading(keys, values, keys[0].shape[2], self._next_logits)
 
+    def _windows(self, cut: int) -> Windows:
+        each = [layer.window(self.rows, self._needs, self._rotate) for layer in self._watched]
+        first = each[0]
+        if any((win.scale, win.softcap) != (first.scale, first.softcap) or win.sink_logits is not None for win in each):
+            return Windows(each, None)
+        keys, values, queries = self._stacks
+        every = queries.until(cut) if first.queries is not None else None
+        together = AttentionWindow(
+            torch.cat([win.q for win in each]),
+            keys.until(cut),
+            values.until(cut),
+            first.scale,
+            softcap=first.softcap,
+            queries=every,
+        )
+        return Windows(each, together)
+
     def _forward(self, tokens: Tensor, begin: int, stop: int, cache: DynamicCache) -> int:
         for start in range(begin, stop, self.chunk):
             part = tokens[:, start : min(start + self.chunk, stop)]
@@ -163,3 +270,9 @@ class Reader:
             out = self.model(part, position_ids=positions, use_cache=True, logits_to_keep=1, **{self._name: cache})
             self._next_logits = out.logits[0, -1].float()
         return stop
+
+
+def _plain(call: AttentionCall) -> bool:
+    """Whether an attention call asks for causal SDPA without a mask, which `attend_chunk` can do."""
+    changed = any(x is not None for x in (call.mask, call.softcap, call.sink_logits))
+    return call.backend == "sdpa" and call.causal and not changed and not call.dropout

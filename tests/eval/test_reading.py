@@ -1,0 +1,132 @@
+"""A prompt read in chunks, without masks where the model allows it, is the prompt read in one piece."""
+
+import dataclasses
+
+import pytest
+import torch
+from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from decantkv.eval.engine import prompt
+from decantkv.eval.engine.keep import choose, score
+from decantkv.eval.engine.policy import parse_policies
+from decantkv.eval.engine.prompt import Reader
+
+LENGTH, CUT = 91, 64
+SMALL = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "initializer_range": 0.3,
+}
+POLICIES = parse_policies("dropkv,snapkv,h2o,criticalkv,adadropkv")
+
+
+def llama(kv_heads, attention="sdpa"):
+    torch.manual_seed(1)
+    made = LlamaForCausalLM(LlamaConfig(**SMALL, num_key_value_heads=kv_heads)).eval()
+    made.set_attn_implementation(attention)
+    return made
+
+
+def gemma():
+    """Full attention in every layer, logits softly capped."""
+    torch.manual_seed(1)
+    config = Gemma2Config(
+        **SMALL, num_key_value_heads=2, head_dim=16, layer_types=["full_attention"] * 3, attn_logit_softcapping=5.0
+    )
+    made = Gemma2ForCausalLM(config).eval()
+    made.set_attn_implementation("eager")
+    return made
+
+
+MODELS = {
+    "grouped heads": (lambda: llama(2), True),
+    "a KV head each": (lambda: llama(4), True),
+    "one KV head": (lambda: llama(1), True),
+    "eager": (lambda: llama(2, "eager"), False),
+    "softcap": (gemma, False),
+}
+
+
+def read(model, ids, chunk, cuts):
+    """Next logits, the cache and what is kept at every cut."""
+    settings = {policy.label: policy.settings("0.3") for policy in POLICIES}
+    needs = frozenset(need for each in settings.values() for need in each.method.needs)
+    reader = Reader(model, rows=max(each.rows for each in settings.values()), needs=needs)
+    reader.chunk_of = lambda length: chunk
+    kept = {}
+    for cut, windows in reader.read(ids, cuts):
+        for label, each in settings.items():
+            kept[label, cut] = choose(windows, each, score(windows, each)).indices.tolist()
+    return reader, reader.reading(), kept
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("name", MODELS)
+def test_chunks_of_any_size_give_the_logits_and_choices_of_one_piece(name, monkeypatch):
+    make, without_masks = MODELS[name]
+    model = make()
+    ids = torch.randint(1, 97, (LENGTH,), generator=torch.Generator().manual_seed(5)).tolist()
+    attended, attend = [], prompt.attend_chunk
+    monkeypatch.setattr(prompt, "attend_chunk", lambda *a, **k: attended.append(a[0].shape[2]) or attend(*a, **k))
+    with torch.no_grad():
+        whole = model(torch.tensor([ids]), logits_to_keep=1).logits[0, -1]
+    reader, one, kept = read(model, ids, LENGTH, [])
+    assert (reader.plain, attended) == (without_masks, [])
+    assert model.config._attn_implementation in ("sdpa", "eager")
+    torch.testing.assert_close(one.next_logits, whole, atol=2e-5, rtol=1e-5)
+    for chunk in (LENGTH - 1, 30, 7):  # the first leaves a last chunk of one token
+        attended.clear()
+        _, reading, here = read(model, ids, chunk, [])
+        assert bool(attended) == without_masks
+        assert here == kept
+        torch.testing.assert_close(reading.next_logits, whole, atol=2e-4, rtol=1e-4)
+        for mine, theirs in zip([*reading.keys, *reading.values], [*one.keys, *one.values], strict=True):
+            torch.testing.assert_close(mine, theirs, atol=2e-4, rtol=1e-4)
+    # cut where a regime cuts it: there the kept sets are those of a prompt that ends there
+    _, _, short = read(model, ids[:CUT], CUT, [])
+    _, _, cut = read(model, ids, 30, [CUT])
+    assert {k: v for k, v in cut.items() if k[1] == CUT} == short
+
+
+def test_a_layer_builds_no_mask_and_is_watched_all_the_same(monkeypatch):
+    model, seen = llama(2), []
+    after = prompt.WatchedLayer.after_attention
+    monkeypatch.setattr(
+        prompt.WatchedLayer,
+        "after_attention",
+        lambda self, call: (seen.append((call.mask, call.query.shape[2], call.key.shape[2])), after(self, call))[1],
+    )
+    reader = Reader(model, rows=8)
+    seen.clear()
+    reader.chunk_of = lambda length: 40
+    for _, windows in reader.read(list(range(1, 92)), []):
+        assert [win.q.shape[2] for win in windows] == [8] * 3
+    assert seen == [(None, new, kv) for new, kv in ((40, 40), (40, 80), (11, 91)) for _ in range(3)]
+
+
+def test_attention_with_more_than_a_causal_rule_is_the_models_own():
+    reader = Reader(llama(2), rows=8)
+    call = reader._watched[0].call
+    assert prompt._plain(call)
+    more = torch.ones(4)
+    for change in ({"softcap": 5.0}, {"sink_logits": more}, {"mask": more}, {"causal": False}, {"backend": "eager"}):
+        assert not prompt._plain(dataclasses.replace(call, **change))
+
+
+def test_memory_for_masks_is_counted_where_there_are_any(monkeypatch):
+    reader = Reader(llama(2), rows=8, memory=2**24)
+    on_cpu = reader.chunk_of(100_000)
+    monkeypatch.setattr(type(reader.model), "device", torch.device("cuda"))
+    assert reader.chunk_of(100_000) > on_cpu
+    reader.plain = False
+    assert reader.chunk_of(100_000) == on_cpu
+
+
+def test_layers_of_different_shapes_are_refused():
+    stack = prompt.Stack(2, 8)
+    stack.put(0, 0, torch.zeros(1, 2, 3, 4))
+    with pytest.raises(ValueError, match="same heads in every layer"):
+        stack.put(1, 0, torch.zeros(1, 2, 3, 5))
