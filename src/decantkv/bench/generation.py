@@ -173,12 +173,14 @@ def warm(model: PreTrainedModel, ids: Tensor, *, others: int = 0) -> None:
 
     Args:
         others: tokens of each row that every other layer will store. Their room is taken meanwhile, as it will be when
-            the last layer runs: a batch that does not fit fails here, and not after most of its prompt.
+            the last layer runs, and that of the embedded prompt, which outlives the first layer: a batch that does not
+            fit fails here, and not after most of its prompt.
     """
     decoder = model.get_decoder()
     layers = decoder.layers
-    size = ids.shape[0] * others * token_bytes(model) if others else 0
-    room = [torch.empty(size, dtype=torch.uint8, device=ids.device) for _ in layers[1:]]
+    sizes = [ids.shape[0] * others * token_bytes(model)] * (len(layers) - 1) if others else []
+    sizes += [ids.numel() * model.config.hidden_size * model.dtype.itemsize] if others else []
+    room = [torch.empty(size, dtype=torch.uint8, device=ids.device) for size in sizes]
     decoder.layers = layers[:1]
     try:
         model(ids, use_cache=True, logits_to_keep=1)
@@ -298,13 +300,15 @@ def _drawn(model: PreTrainedModel, like: Tensor, batch: int) -> Tensor:
 
 
 def latency(
-    model: Model, *, length: int, batches: Sequence[int], methods: Sequence[str], budget: float, new: int
-) -> Iterator[Case]:
+    model: Model, *, length: int, batches: Sequence[int], methods: Sequence[str], budget: float, new: int,
+    static: bool = True,
+) -> Iterator[Case]:  # fmt: skip
     """Seconds to the first token and of a whole generation for each method and batch, until memory ends.
 
     "none" is the dynamic cache, "none, static compiled" transformers' static one; the latter is compiled by a
-    generation that is not timed. A batch is tried on the first layer beforehand, beside the room that the other layers
-    will take, so that one that does not fit fails within that layer's time.
+    generation that is not timed, which takes minutes, and is left out without `static`. A batch is tried on the first
+    layer beforehand, beside the room that the other layers will take, so that one that does not fit fails within that
+    layer's time.
     """
     for method in methods:
         if method not in METHODS:
@@ -312,13 +316,13 @@ def latency(
 
     def measure(method: str, batch: int) -> Row:
         llama = model()
-        plain, static = method.startswith("none"), method == "none, static compiled"
-        name = "static compiled" if static else "dynamic" if plain else "ours"
+        plain, compiled = method.startswith("none"), method == "none, static compiled"
+        name = "static compiled" if compiled else "dynamic" if plain else "ours"
         context, options = contender(llama, name, budget, **({} if plain else {"method": method}))
         with context as run:
             ids = prompts(llama, batch, length)
-            warm(llama, ids, others=length + new if static else length if plain else int(budget * length))
-            if static:
+            warm(llama, ids, others=length + new if compiled else length if plain else int(budget * length))
+            if compiled:
                 collect(llama.device)
                 clocked(llama, ids, new, **options)
             collect(llama.device)
@@ -327,7 +331,7 @@ def latency(
         return {"first_token_s": round(first, 4), "whole_s": round(first + sum(steps), 4),
                 "ms_a_token": quantiles(steps[WARM:] or steps), "peak_bytes": peak(llama.device), **made}  # fmt: skip
 
-    for method in ("none", "none, static compiled", *methods):
+    for method in ("none", *(("none, static compiled",) if static else ()), *methods):
         for batch in batches:
             about = {"step": "latency", "method": method, "kv_len": length, "new": new,
                      "budget": None if method.startswith("none") else budget, "batch": batch}  # fmt: skip

@@ -70,7 +70,7 @@ def throughput(
     distinct: Annotated[int, typer.Option(min=1, help="Prompts that are read; their caches take turns as rows.")] = 2,
     out: Out = None,
 ) -> None:
-    """Tokens a second by batch, until memory ends, full cache and kept."""
+    """Tokens a second by batch, until memory ends, full cache and kept; a length is read once, not once a batch."""
     from decantkv.bench import generation as g
     from decantkv.bench.cli import chosen
 
@@ -88,15 +88,19 @@ def latency(
     methods: Annotated[str, typer.Option(help="Methods, comma-separated, or all.")] = "all",
     budget: float = 0.05,
     new: int = 128,
+    static: Annotated[bool, typer.Option(help="Also transformers' static cache; compiling takes minutes.")] = True,
     out: Out = None,
 ) -> None:
-    """First token, whole generation and the batch at which memory ends, without eviction and for each method."""
+    """First token, whole generation and the batch at which memory ends, without eviction and for each method.
+
+    A batch that does not fit fails in the first layer, and larger ones of its method are not tried.
+    """
     from decantkv.bench import generation as g
     from decantkv.methods import METHODS
 
     named = list(METHODS) if methods == "all" else words(methods)
     each(geometries, out, lambda model: g.latency(
-        model, length=length, batches=numbers(batches), methods=named, budget=budget, new=new
+        model, length=length, batches=numbers(batches), methods=named, budget=budget, new=new, static=static
     ))  # fmt: skip
 
 
