@@ -12,7 +12,7 @@ from transformers import DynamicCache
 import decantkv
 from decantkv.bench import generation
 from decantkv.bench.cap_cost import answer_loss
-from decantkv.bench.cases import run
+from decantkv.bench.cases import collect, run
 from decantkv.cache import cache_argument
 from decantkv.cli import main
 from decantkv.methods import METHODS
@@ -291,6 +291,24 @@ def test_a_static_cache_that_was_filled_says_what_a_dynamic_one_says():
             )
         )  # fmt: skip
     assert torch.equal(answers[0].expand(3, -1), answers[1])
+
+
+@pytest.mark.gpu
+def test_filling_takes_no_memory_beside_the_cache():
+    model, device = generation.build("tiny"), torch.device("cuda")
+    _, cache = generation._read(model, generation.prompts(model, 1, 4096), DynamicCache(config=model.config))
+    shape = generation._emptied(cache)
+    row = 4096 * generation.token_bytes(model)  # of one layer
+    for make, beside in ((lambda: generation._filled(model, shape, 8), 0), (
+        lambda: generation._static(model, shape, 8, 4607), row  # one row is drawn for all
+    )):  # fmt: skip
+        collect(device)
+        held = generation.allocated(device)
+        filled = make()
+        stored = sum(x.nbytes for layer in filled.layers for x in (layer.keys, layer.values))
+        assert stored >= 16 * row, "eight rows of two layers"
+        assert generation.peak(device) - held <= stored + beside + 2**16
+        del filled
 
 
 def test_a_latency_batch_that_will_not_fit_is_left_out_before_its_prompt_is_read(monkeypatch):

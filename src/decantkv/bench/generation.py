@@ -291,6 +291,7 @@ def _static(model: PreTrainedModel, shape: DynamicCache, batch: int, length: int
     for i, layer in enumerate(shape.layers):
         keys, values = (_drawn(model, x, 1).expand(batch, -1, -1, -1) for x in (layer.keys, layer.values))
         cache.update(keys, values, i, {"cache_position": torch.arange(keys.shape[2], device=model.device)})
+        del keys, values  # not beside the next layer's
     return cache
 
 
