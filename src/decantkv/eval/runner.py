@@ -15,9 +15,9 @@ from transformers import PreTrainedModel
 
 from decantkv.eval import metrics
 from decantkv.eval.chat import ChatFormat, Encoded, Regime
-from decantkv.eval.engine.keep import choose, score
+from decantkv.eval.engine.keep import choose, score, score_key
 from decantkv.eval.engine.policy import Policy
-from decantkv.eval.engine.prompt import Reader, Reading
+from decantkv.eval.engine.prompt import Reader, Reading, Windows
 from decantkv.eval.engine.quantise import bytes_share
 from decantkv.eval.engine.rows import Row, RowBatch
 from decantkv.eval.fidelity import compare, costs, output_shift, overlaps
@@ -170,9 +170,7 @@ class Runner:
             job.rows.append((cell, row, share, bytes_share(row.bits, head_dim) if row.bits else share))
         return job
 
-    def _choose(
-        self, windows: Sequence[AttentionWindow], cells: list[Cell], encoded: Encoded
-    ) -> dict[Cell, Kept | None]:
+    def _choose(self, windows: Windows, cells: list[Cell], encoded: Encoded) -> dict[Cell, Kept | None]:
         scores: dict[object, Tensor] = {}
         kept: dict[Cell, Kept | None] = {}
         for cell in cells:
@@ -183,7 +181,7 @@ class Runner:
             if settings.n_keep([windows[0].kv_len]) == [windows[0].kv_len]:
                 kept[cell] = None
                 continue
-            by = (settings.method, settings.impl)
+            by = score_key(settings)
             if by not in scores:
                 scores[by] = score(windows, settings)
             kept[cell] = choose(windows, settings, scores[by])

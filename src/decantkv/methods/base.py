@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal, Self, get_args
 from torch import Tensor
 
 from decantkv.options import Impl, Need, Pool, PoolScope, expect_choice, expect_int, expect_odd
+from decantkv.scoring import streams
 from decantkv.scoring.window import AttentionWindow
 
 Kind = Literal["exact singleton", "heuristic", "upper bound", "relaxation", "control"]
@@ -122,6 +123,12 @@ class Method(ABC):
         """The settings that differ between instances, for reports: `dropkv(window=8, pool=max, …)`."""
         options = ", ".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self))
         return f"{self.name}({options})"
+
+    def _projected_norm(self, win: AttentionWindow) -> Tensor:
+        """[B, H, N] float32: the window's own hint, or computed from its W_O."""
+        if win.projected_norm is not None:
+            return win.projected_norm
+        return streams.projected_norm(win, self._expect_need(win, "W_O"))
 
     def _expect_need(self, win: AttentionWindow, need: Need) -> Any:
         """What the window holds under `need`; raise ValueError, naming the way out, where it holds nothing."""

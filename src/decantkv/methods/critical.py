@@ -14,7 +14,6 @@ from decantkv.methods.base import Kind
 from decantkv.methods.snapkv import SnapKV
 from decantkv.options import Impl, Need, Quantity, expect_choice, expect_fraction
 from decantkv.ranking import keep_highest
-from decantkv.scoring import streams
 from decantkv.scoring.window import AttentionWindow
 
 _BASES: dict[str, Quantity] = {"snapkv": "attention_mass", "dropkv": "perturbation"}
@@ -54,7 +53,7 @@ class CriticalKV(SnapKV):
 
     def score(self, win: AttentionWindow, *, impl: Impl = "auto") -> Tensor:
         """[B, H, N] float32: the second stage's bound, of the unpooled base score."""
-        norm = streams.projected_norm(win, self._expect_need(win, "W_O"))
+        norm = self._projected_norm(win)
         return (self.base_score(win, impl=impl) + self.epsilon * win.window) * norm
 
     def base_score(self, win: AttentionWindow, *, impl: Impl = "auto") -> Tensor:
@@ -63,7 +62,7 @@ class CriticalKV(SnapKV):
 
     def rank(self, pooled: Tensor, win: AttentionWindow, n_keep: Sequence[int]) -> Tensor:
         """The first stage's choice ahead of all others, which follow by the bound."""
-        norm = streams.projected_norm(win, self._expect_need(win, "W_O"))
+        norm = self._projected_norm(win)
         norm = norm if pooled.shape[1] == norm.shape[1] else norm.mean(1, keepdim=True)
         bound = (pooled + self.epsilon * win.window) * norm
         counts = torch.tensor([int(n * self.first_stage) for n in n_keep], device=pooled.device)

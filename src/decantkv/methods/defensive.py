@@ -13,7 +13,6 @@ from decantkv import scoring
 from decantkv.methods.base import Kind, Method
 from decantkv.options import Impl, Need, expect_fraction, expect_odd
 from decantkv.ranking import keep_highest
-from decantkv.scoring import streams
 from decantkv.scoring.window import AttentionWindow
 
 
@@ -79,7 +78,7 @@ class DefensiveKV(Method):
         return keep_highest(self._guarded(mass, free, win), by=pooled, counts=counts)
 
     def _guarded(self, s: Tensor, free: Tensor, win: AttentionWindow) -> Tensor:
-        norm = streams.projected_norm(win, self._expect_need(win, "W_O"))
+        norm = self._projected_norm(win)
         norm = norm if s.shape[1] == norm.shape[1] else norm.mean(1, keepdim=True)
         number = free.sum(-1, keepdim=True).clamp_min(1)
         mean = (s * free).sum(-1, keepdim=True) / number

@@ -36,6 +36,8 @@ class AttentionWindow:
             name "queries" among their `needs` look at it.
         output_projection: [HQ, Dv, E] the slice of W_O that each query head's output goes through, or None ("W_O").
         rotate: turns vectors that carry RoPE by a number of positions, R(δ)x, or None ("rotate").
+        projected_norm: [B, H, N] float32, `streams.projected_norm` of these values, or None. A hint: whoever asks for
+            many choices of one window computes it once.
     """
 
     q: Tensor
@@ -52,6 +54,7 @@ class AttentionWindow:
     queries: Tensor | None = None
     output_projection: Tensor | None = None
     rotate: Rotate | None = None
+    projected_norm: Tensor | None = None
 
     @property
     def batch(self) -> int:

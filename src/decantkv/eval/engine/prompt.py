@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,7 @@ from decantkv.chunks import attend_chunk
 from decantkv.interface import AttentionCall, Hold
 from decantkv.needs import output_projection, rotation
 from decantkv.options import Need
+from decantkv.scoring import streams
 from decantkv.scoring.window import AttentionWindow, Rotate, make_window
 
 _serial = itertools.count()
@@ -34,6 +36,14 @@ class Windows(list[AttentionWindow]):
     def __init__(self, each: Sequence[AttentionWindow], together: AttentionWindow | None) -> None:
         super().__init__(each)
         self.together = together
+
+    @functools.cached_property
+    def with_norms(self) -> AttentionWindow | None:
+        """The same with ‖W_O v‖₁ of every layer's values, which some methods rank by at every budget."""
+        pairs = [(win, win.output_projection) for win in self if win.output_projection is not None]
+        if self.together is None or len(pairs) < len(self):
+            return None
+        return replace(self.together, projected_norm=torch.cat([streams.projected_norm(*pair) for pair in pairs]))
 
 
 class Stack:
