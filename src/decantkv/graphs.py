@@ -340,13 +340,18 @@ def on_gpu(x: Tensor) -> bool:
 
 
 def _agree(expected: Sequence[Tensor], got: Sequence[Tensor]) -> bool:
-    """Whether two steps are the same to rounding; whole numbers exactly."""
+    """Whether two steps are the same to rounding, row by row; whole numbers exactly.
+
+    A rounding that falls the other way in a first layer becomes 1.5 % of a row's norm in bfloat16 after 32 layers with
+    random weights, however few they were: hence eight units in the last place.
+    """
     for x, y in zip(expected, got, strict=True):
         if not x.is_floating_point():
             if not torch.equal(x, y):
                 return False
             continue
-        allowed = (1e-4 if x.dtype == torch.float32 else 2**-5) * float(x.abs().max())
-        if not float((x - y).abs().max()) <= allowed:  # NaN included
+        allowed = max(1e-4, 8 * torch.finfo(x.dtype).eps)
+        wide, apart = x.double().flatten(1), (x.double() - y.double()).flatten(1)
+        if not bool((apart.norm(dim=1) <= allowed * wide.norm(dim=1)).all()):  # NaN included
             return False
     return True

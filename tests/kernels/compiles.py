@@ -71,12 +71,12 @@ FULL = (
 )  # fmt: skip
 
 
-def compiled(kernel, target, dtype, constants, *, warps, stages=1):
+def compiled(kernel, target, dtype, constants, *, warps, stages=1, fused=True):
     names = kernel.arg_names
     signature = {
         name: "constexpr" if name in constants
         else WORDS.get(name, f"*{dtype}") if name.startswith("p_")
-        else "fp32" if name in ("scale", "cap2") else "i32"
+        else "fp32" if name in ("scale", "cap2", "eps") else "i32"
         for name in names
     }  # fmt: skip
     aligned = [n for n in names if n not in constants and (n.startswith("p_") or (len(n) == 3 and n[0] == "s"))]
@@ -85,7 +85,7 @@ def compiled(kernel, target, dtype, constants, *, warps, stages=1):
         constexprs={(names.index(name),): value for name, value in constants.items()},
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )  # fmt: skip
-    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
+    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": fused}
     return triton.compile(source, target=target, options=options)
 
 

@@ -1,7 +1,7 @@
 """What a decoding step does besides attending, in one launch each: write new tokens, turn queries and keys, norms.
 
-Every product is rounded where a model's own code rounds it, so that a recorded step gives the model's own numbers: in
-32 layers of bfloat16 a rounding left out adds up to percents.
+Every product is rounded where a model's own code rounds it (no fused multiply-add), so that a recorded step gives the
+model's own numbers.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
         rotate_kernel[(batch * new, num_heads + heads)](
             q, k, out_q, out_k, cos, sin, *q.stride()[:3], *k.stride()[:3], s_cb, s_ct, s_sb, s_st,
             new, num_heads, heads,
-            HALF=dim // 2, BH=triton.next_power_of_2(dim // 2), num_warps=1,
+            HALF=dim // 2, BH=triton.next_power_of_2(dim // 2), num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
     return out_q, out_k
 
@@ -72,6 +72,7 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         norm_kernel[(rows.shape[0],)](
             rows, weight, out, rows.stride(0), eps,
             D=dim, BD=triton.next_power_of_2(dim), num_warps=8 if dim > 2048 else 4 if dim > 512 else 1,
+            enable_fp_fusion=False,
         )  # fmt: skip
     return out
 
