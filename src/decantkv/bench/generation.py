@@ -148,13 +148,20 @@ def decode(
 def bounded(
     model: Model, *, lengths: Sequence[int], settings: Sequence[dict[str, Any] | None], budget: float | int
 ) -> Iterator[Case]:
-    """Seconds to the first token and peak bytes beyond the weights; None among the settings is the dynamic cache."""
+    """Seconds to the first token and peak bytes beyond the weights; None among the settings is the dynamic cache.
+
+    cuDNN plans every new shape of chunk for about 0.1 s, once a process: that is not timed.
+    """
 
     def measure(length: int, options: dict[str, Any] | None) -> Row:
         llama = model()
-        context: AbstractContextManager[Any] = nullcontext() if options is None else ours(llama, budget, **options)
-        with context as run:
-            warm(llama, prompts(llama, 1, length))
+
+        def context() -> AbstractContextManager[Any]:
+            return nullcontext() if options is None else ours(llama, budget, **options)
+
+        with context(), first_layer_alone(llama):
+            clocked(llama, prompts(llama, 1, length), 1)
+        with context() as run:
             collect(llama.device)
             held = allocated(llama.device)
             first, _ = clocked(llama, prompts(llama, 1, length), 2)
@@ -176,18 +183,27 @@ def warm(model: PreTrainedModel, ids: Tensor, *, others: int = 0) -> None:
             the last layer runs, and that of the embedded prompt, which outlives the first layer: a batch that does not
             fit fails here, and not after most of its prompt.
     """
-    decoder = model.get_decoder()
-    layers = decoder.layers
-    sizes = [ids.shape[0] * others * token_bytes(model)] * (len(layers) - 1) if others else []
+    sizes = [ids.shape[0] * others * token_bytes(model)] * (len(model.get_decoder().layers) - 1) if others else []
     sizes += [ids.numel() * model.config.hidden_size * model.dtype.itemsize] if others else []
     room = [torch.empty(size, dtype=torch.uint8, device=ids.device) for size in sizes]
-    decoder.layers = layers[:1]
     try:
-        model(ids, use_cache=True, logits_to_keep=1)
+        with first_layer_alone(model):
+            model(ids, use_cache=True, logits_to_keep=1)
     finally:
-        decoder.layers = layers
         room.clear()
     wait(ids.device)
+
+
+@contextmanager
+def first_layer_alone(model: PreTrainedModel) -> Iterator[None]:
+    """The model without its other layers, which then come back."""
+    decoder = model.get_decoder()
+    layers = decoder.layers
+    decoder.layers = layers[:1]
+    try:
+        yield
+    finally:
+        decoder.layers = layers
 
 
 def token_bytes(model: PreTrainedModel) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from decantkv.eval.engine.quantise import quantise_keys, quantise_values
 from decantkv.selection import FILLER, Kept
 
 ALIGN = 16  # slots; attention kernels want rows of masks aligned
+QUANTISE_BYTES = 2**28  # float32 numbers that are quantised at once
 CHECK_EVERY = 8  # steps between looks at whether all rows are done, where looking makes the host wait
 
 
@@ -49,6 +51,11 @@ class Row:
     def stored(self) -> int:
         """Slots of the copy."""
         return self.cut if self.kept is None else self.kept.indices.shape[2]
+
+    @property
+    def asks(self) -> tuple[object, ...]:
+        """Rows that agree in it begin with the same token once their prompt is wholly read."""
+        return id(self.reading), self.stops if self.answer_first else ()
 
     def first_token(self) -> int:
         """Greedy token after a prompt that is wholly read."""
@@ -113,44 +120,66 @@ class RowBatch:
         self.cache = DynamicCache(config=text_config(model))
         self.cache.layer_class_to_replicate = None
         self._name = cache_argument(model)
-        self.shown = self._read_shown()
-        layers = range(len(rows[0].reading.keys))
-        self.cache.layers = [RowLayer(self, *self._gather(i)) for i in layers]
+        index = self._index()
+        self.shown = self._read_shown(index)
+        filled = zip(self._gather("keys", index), self._gather("values", index), strict=True)
+        self.cache.layers = [RowLayer(self, keys, values) for keys, values in filled]
         self.masks: list[Tensor] = []
 
     def mask_of(self, layer_idx: int) -> Tensor:
         """[R, 1 or H, T, S] bool: what the tokens being fed may see."""
         return self.masks[layer_idx % len(self.masks)]
 
-    def _read_shown(self) -> list[Tensor]:
-        """[R, 1 or H, S] bool per layer, which slots hold a token; a single entry where all layers agree."""
-        valid = [None if row.kept is None else row.kept.valid() for row in self.rows]
-        ragged = any(v is not None and not bool(v.all()) for v in valid)
+    def _index(self) -> Tensor:
+        """[layers, R, H, S] int32: the prompt's token in every slot, FILLER where there is none."""
         layers, heads = len(self.rows[0].reading.keys), self.rows[0].reading.keys[0].shape[1]
-        shape = (
-            (layers, len(self.rows), heads, self.slots_total) if ragged else (1, len(self.rows), 1, self.slots_total)
-        )
-        shown = torch.zeros(shape, dtype=torch.bool, device=self.device)
+        shape = (layers, len(self.rows), heads, self.slots_total)
+        index = torch.full(shape, FILLER, dtype=torch.int32, device=self.device)
+        every = torch.arange(self.begin, dtype=torch.int32, device=self.device)
         for r, row in enumerate(self.rows):
-            here = valid[r]
-            shown[:, r, :, : row.stored] = True if here is None or not ragged else here
-        return list(shown)
+            index[:, r, :, : row.stored] = every[: row.cut] if row.kept is None else row.kept.indices
+        return index
 
-    def _gather(self, layer: int) -> tuple[Tensor, Tensor]:
-        buffers = []
-        for name in ("keys", "values"):
-            first = getattr(self.rows[0].reading, name)[layer]
-            buffer = first.new_zeros(len(self.rows), first.shape[1], self.slots_total, first.shape[3])
-            for r, row in enumerate(self.rows):
-                whole = getattr(row.reading, name)[layer][:, :, : row.cut]
-                if row.bits:
-                    whole = (quantise_keys if name == "keys" else quantise_values)(whole, row.bits)
-                if row.kept is not None:
-                    at = row.kept.indices[layer].clamp_min(0)[None, :, :, None].expand(-1, -1, -1, whole.shape[3])
-                    whole = whole.gather(2, at)
-                buffer[r, :, : row.stored] = whole[0]
-            buffers.append(buffer)
-        return buffers[0], buffers[1]
+    def _read_shown(self, index: Tensor) -> list[Tensor]:
+        """[R, 1 or H, S] bool per layer, which slots hold a token; a single entry where all layers and heads agree."""
+        stored = torch.tensor([row.stored for row in self.rows], device=self.device)
+        front = (torch.arange(self.slots_total, device=self.device) < stored[:, None])[:, None]  # [R, 1, S]
+        # the host knows of most choices that they have no filler; the others are asked once, together
+        asked = [
+            r for r, row in enumerate(self.rows) if row.kept is not None and set(row.kept.rows or ()) != {row.stored}
+        ]
+        if not asked or not bool(((index[:, asked] == FILLER) & front[asked]).any()):
+            return [front]
+        return list(index != FILLER)
+
+    def _gather(self, name: str, index: Tensor) -> list[Tensor]:
+        """Per layer [R, H, S, D], one launch for neighbours that share a reading; unused slots hold any token."""
+        first = getattr(self.rows[0].reading, name)[0]
+        buffers = [first.new_empty(*index.shape[1:], first.shape[3]) for _ in index]
+        start = 0
+        for _, group in itertools.groupby(self.rows, key=lambda row: id(row.reading)):
+            rows = list(group)
+            here, start = slice(start, start + len(rows)), start + len(rows)
+            whole = getattr(rows[0].reading, name)  # per layer [1, H, N, D]
+            heads, length = whole[0].shape[1:3]
+            lane = torch.arange(0, heads * length, length, dtype=torch.int32, device=self.device)
+            at = index[:, here].clamp_min(0) + lane[:, None]
+            for source, into, tokens in zip(whole, buffers, at, strict=True):
+                flat = source.reshape(heads * length, -1)
+                torch.index_select(flat, 0, tokens.flatten(), out=into[here].view(-1, flat.shape[1]))
+        for r, row in enumerate(self.rows):
+            if row.bits:
+                self._quantise(name, row, [buffer[r] for buffer in buffers])
+        return buffers
+
+    def _quantise(self, name: str, row: Row, into: Sequence[Tensor]) -> None:
+        """Fill a row's [H, S, D] per layer with what its bits leave of the prompt; as many layers at once as fit."""
+        through, whole = quantise_keys if name == "keys" else quantise_values, getattr(row.reading, name)
+        number = max(1, QUANTISE_BYTES // (4 * whole[0].numel()))
+        for at in range(0, len(whole), number):
+            back = through(torch.cat(whole[at : at + number])[:, :, : row.cut], row.bits)
+            for one, buffer in zip(back, into[at : at + number], strict=True):
+                buffer[:, : row.cut] = one
 
     @torch.no_grad()
     def feed(self, tokens: Sequence[Sequence[int]], *, keep: int = 1) -> Tensor:
@@ -217,7 +246,7 @@ class RowBatch:
     @torch.no_grad()
     def generate(self) -> list[list[int]]:
         """Greedy answers of all rows, each ending with its stop token or at its limit."""
-        begun = [[] if row.rest else [row.first_token()] for row in self.rows]
+        begun = _first_tokens(self.rows)
         first = self.feed([row.rest or b for row, b in zip(self.rows, begun, strict=True)])[:, -1]
         limits = torch.tensor(
             [row.max_new_tokens - len(b) for row, b in zip(self.rows, begun, strict=True)], device=self.device
@@ -309,11 +338,25 @@ def _stop_table(rows: Sequence[Row], device: torch.device) -> Tensor:
 
 def _forbid(logits: Tensor, rows: Sequence[Row | None]) -> Tensor:
     """Logits [R, V] with the stops at −inf for rows that must answer something first."""
-    for r, row in enumerate(rows):
-        if row is not None and row.answer_first and row.stops:
-            logits = logits.clone()
-            logits[r, list(row.stops)] = -torch.inf
+    bound = [(r, row.stops) for r, row in enumerate(rows) if row is not None and row.answer_first and row.stops]
+    if bound:
+        at = [(r, stop) for r, stops in bound for stop in stops]
+        logits = logits.clone()
+        logits[tuple(torch.tensor(at, device=logits.device).T)] = -torch.inf
     return logits
+
+
+def _first_tokens(rows: Sequence[Row]) -> list[list[int]]:
+    """Per row the greedy token after a prompt that is wholly read, or nothing where some of it is left to feed."""
+    asking: dict[object, Row] = {}
+    for row in rows:
+        if not row.rest:
+            asking.setdefault(row.asks, row)
+    if not asking:
+        return [[] for _ in rows]
+    logits = _forbid(torch.stack([row.reading.next_logits for row in asking.values()]), list(asking.values()))
+    first = dict(zip(asking, logits.argmax(-1).tolist(), strict=True))
+    return [[] if row.rest else [first[row.asks]] for row in rows]
 
 
 def _until_stop(tokens: list[int], row: Row) -> list[int]:
