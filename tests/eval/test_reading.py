@@ -109,7 +109,8 @@ def test_a_layer_builds_no_mask_and_is_watched_all_the_same(monkeypatch):
 
 def test_attention_with_more_than_a_causal_rule_is_the_models_own():
     reader = Reader(llama(2), rows=8)
-    call = reader._watched[0].call
+    for _ in reader.read([1, 2, 3], []):
+        call = reader._watched[0].call
     assert prompt._plain(call)
     more = torch.ones(4)
     for change in ({"softcap": 5.0}, {"sink_logits": more}, {"mask": more}, {"causal": False}, {"backend": "eager"}):

@@ -137,6 +137,10 @@ class WatchedLayer(DynamicLayer):
             self.queries = newest[:, :, -self.rows :].clone()
         self.call = replace(call, query=self.queries, key=self.queries, value=self.queries, mask=None)
 
+    def let_go(self) -> None:
+        """Keys and values are what is left of a prompt that was read."""
+        self.queries = self.call = None
+
     def window(self, rows: int, needs: frozenset[Need], rotate: Rotate | None) -> AttentionWindow:
         """The last `rows` queries with all keys and values, as methods receive them."""
         if self.queries is None or self.call is None:
@@ -239,6 +243,9 @@ class Reader:
         finally:
             interface.forget()
             hold.close()
+            for layer in self._watched:  # windows hold what they look at
+                layer.let_go()
+            self._stacks[2] = Stack(0, 0)
 
     def chunk_of(self, length: int) -> int:
         """Tokens of one forward of a prompt, so that its activations and mask fit the memory."""
