@@ -1,0 +1,192 @@
+"""A linear layer of one token, which costs the time its weights take to be read: no barrier between two reads.
+
+A warp reads 512 bytes of a row at once, 16 a lane, and keeps a sum per lane and element; only at the end are sums added
+across lanes. Where rows are few, several warps share a row, so that enough reads are on their way at any time.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from decantkv.kernels.blocks import Device
+from decantkv.kernels.launcher import on_device
+from decantkv.kernels.plan import device_of
+
+AT_ONCE = tl.constexpr(4)  # tiles whose reads are issued before the first is used
+
+
+class Tile(NamedTuple):
+    """Rows and elements of each that a program reads at once, and its warps."""
+
+    rows: int
+    elements: int
+    warps: int
+
+
+def tile_of(rows: int, itemsize: int, device: Device) -> Tile:
+    """How a weight of so many rows is cut; a warp's registers hold one or two rows, a program has four warps."""
+    of_a_warp = 512 // itemsize
+    if rows >= 64 * device.processors:
+        return Tile(8, of_a_warp, 4)
+    if rows >= 24 * device.processors:
+        return Tile(4, of_a_warp, 4)
+    return Tile(1, 4 * of_a_warp, 4)
+
+
+def gated_tile(rows: int, itemsize: int, device: Device) -> Tile:
+    """How two weights of so many rows each are cut: a program holds both their sums."""
+    tile = tile_of(2 * rows, itemsize, device)
+    return tile._replace(rows=min(tile.rows, tile.warps))
+
+
+def matvec(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, tile: Tile | None = None) -> Tensor:
+    """weight · x + bias, summed in float32 and rounded once.
+
+    Args:
+        x: [..., K], one token: all other dimensions are 1. weight: [N, K]; bias: [N]. Contiguous, one dtype (bf16,
+            fp16 or fp32), one device.
+        tile: how the weight is cut; None: by its shape and device.
+
+    Returns:
+        [..., N] in x's dtype.
+
+    Raises:
+        ValueError: a shape, dtype or layout that does not fit.
+    """
+    rows, inner = weight.shape
+    _check(x, weight)
+    if bias is not None and (bias.shape != (rows,) or bias.dtype != x.dtype or not bias.is_contiguous()):
+        raise ValueError(f"bias: expected contiguous {x.dtype} [{rows}], got {bias.dtype} {list(bias.shape)}")
+    tile = tile or tile_of(rows, x.dtype.itemsize, device_of(x.device))
+    out = torch.empty((*x.shape[:-1], rows), dtype=x.dtype, device=x.device)
+    with on_device(x.device):
+        matvec_kernel[(triton.cdiv(rows, tile.rows),)](
+            x, weight, bias, out, rows, K=inner, BN=tile.rows, BK=tile.elements, num_warps=tile.warps, num_stages=1,
+        )  # fmt: skip
+    return out
+
+
+def gated(x: Tensor, gate: Tensor, up: Tensor, *, tile: Tile | None = None) -> Tensor:
+    """silu(gate · x) · (up · x), rounded where torch rounds: both products, the silu, the result.
+
+    Args:
+        x: [..., K], one token. gate, up: [N, K]; as in `matvec`.
+        tile: how each weight is cut; None: by its shape and device.
+
+    Returns:
+        [..., N] in x's dtype.
+
+    Raises:
+        ValueError: a shape, dtype or layout that does not fit.
+    """
+    rows, inner = gate.shape
+    _check(x, gate)
+    _check(x, up)
+    if up.shape != gate.shape:
+        raise ValueError(f"up: expected gate's shape {list(gate.shape)}, got {list(up.shape)}")
+    tile = tile or gated_tile(rows, x.dtype.itemsize, device_of(x.device))
+    out = torch.empty((*x.shape[:-1], rows), dtype=x.dtype, device=x.device)
+    with on_device(x.device):
+        gated_kernel[(triton.cdiv(rows, tile.rows),)](
+            x, gate, up, out, rows, K=inner, BN=tile.rows, BK=tile.elements, num_warps=tile.warps, num_stages=1,
+        )  # fmt: skip
+    return out
+
+
+def _check(x: Tensor, weight: Tensor) -> None:
+    if x.shape[-1:] != weight.shape[1:] or x.numel() != weight.shape[1]:
+        raise ValueError(f"x: expected one token of {weight.shape[1]} elements, got {list(x.shape)}")
+    if x.dtype != weight.dtype or x.device != weight.device:
+        raise ValueError(f"x: expected {weight.dtype} on {weight.device}, got {x.dtype} on {x.device}")
+    if not (x.is_contiguous() and weight.is_contiguous()):
+        raise ValueError("x, weight: expected contiguous tensors, got other strides")
+
+
+@triton.jit
+def matvec_kernel(
+    p_x, p_weight, p_bias, p_out, n, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Grid (blocks of rows,)."""
+    i_n, i_k = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BK)
+    # x is read by the pointers of a whole tile: a lane then has it where it has the weights, with no exchange
+    p_tile = p_x + tl.zeros([BN, 1], tl.int32) + i_k[None, :]
+    p_rows = p_weight + row_offsets(i_n, n, K) + i_k[None, :]
+    WHOLE: tl.constexpr = K // (AT_ONCE * BK) * (AT_ONCE * BK)
+    b_sums = add_rest(tl.zeros([BN, BK], tl.float32), p_rows, p_tile, i_k, WHOLE, K, BK)
+    for k in range(0, WHOLE, AT_ONCE * BK):
+        b_0, b_1, b_2, b_3 = four(p_rows + k, BK)
+        b_sums = add_four(b_sums, b_0, b_1, b_2, b_3, p_tile + k, BK)
+    b_out = tl.sum(b_sums, 1)
+    if p_bias is not None:
+        b_out += tl.load(p_bias + i_n, mask=i_n < n, other=0.0).to(tl.float32)
+    tl.store(p_out + i_n, b_out.to(p_out.dtype.element_ty), mask=i_n < n)
+
+
+@triton.jit
+def gated_kernel(
+    p_x, p_gate, p_up, p_out, n, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Grid (blocks of rows,)."""
+    i_n, i_k = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BK)
+    p_tile = p_x + tl.zeros([BN, 1], tl.int32) + i_k[None, :]
+    o_rows = row_offsets(i_n, n, K) + i_k[None, :]
+    WHOLE: tl.constexpr = K // (AT_ONCE * BK) * (AT_ONCE * BK)
+    b_gate = add_rest(tl.zeros([BN, BK], tl.float32), p_gate + o_rows, p_tile, i_k, WHOLE, K, BK)
+    b_up = add_rest(tl.zeros([BN, BK], tl.float32), p_up + o_rows, p_tile, i_k, WHOLE, K, BK)
+    for k in range(0, WHOLE, AT_ONCE * BK):
+        b_0, b_1, b_2, b_3 = four(p_gate + o_rows + k, BK)
+        b_4, b_5, b_6, b_7 = four(p_up + o_rows + k, BK)
+        b_gate = add_four(b_gate, b_0, b_1, b_2, b_3, p_tile + k, BK)
+        b_up = add_four(b_up, b_4, b_5, b_6, b_7, p_tile + k, BK)
+    dtype = p_out.dtype.element_ty
+    b_v = tl.sum(b_gate, 1).to(dtype).to(tl.float32)
+    b_silu = (b_v / (1.0 + tl.exp(-b_v))).to(dtype).to(tl.float32)
+    b_out = b_silu * tl.sum(b_up, 1).to(dtype).to(tl.float32)
+    tl.store(p_out + i_n, b_out.to(dtype), mask=i_n < n)
+
+
+@triton.jit
+def row_offsets(i_n, n, K: tl.constexpr):
+    """[BN, 1]; rows past the last read it again and are not stored. A head of 2³¹ elements needs 64 bits."""
+    return tl.minimum(i_n, n - 1).to(tl.int64)[:, None] * K
+
+
+@triton.jit
+def four(p_rows, BK: tl.constexpr):
+    """Four tiles, read once and not kept in the cache."""
+    return (
+        tl.load(p_rows, eviction_policy="evict_first"),
+        tl.load(p_rows + BK, eviction_policy="evict_first"),
+        tl.load(p_rows + 2 * BK, eviction_policy="evict_first"),
+        tl.load(p_rows + 3 * BK, eviction_policy="evict_first"),
+    )
+
+
+@triton.jit
+def add_four(b_sums, b_0, b_1, b_2, b_3, p_tile, BK: tl.constexpr):
+    """Four tiles times their part of x."""
+    b_sums += b_0.to(tl.float32) * tl.load(p_tile).to(tl.float32)
+    b_sums += b_1.to(tl.float32) * tl.load(p_tile + BK).to(tl.float32)
+    b_sums += b_2.to(tl.float32) * tl.load(p_tile + 2 * BK).to(tl.float32)
+    b_sums += b_3.to(tl.float32) * tl.load(p_tile + 3 * BK).to(tl.float32)
+    return b_sums
+
+
+@triton.jit
+def add_rest(b_sums, p_rows, p_tile, i_k, WHOLE: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
+    """What is left of a row behind its last four tiles; only its very end needs a mask. First: fewer registers live."""
+    for k in tl.static_range(WHOLE, K, BK):
+        if k + BK <= K:
+            b_weight = tl.load(p_rows + k, eviction_policy="evict_first")
+            b_x = tl.load(p_tile + k)
+        else:
+            m_k = (i_k < K - k)[None, :]
+            b_weight = tl.load(p_rows + k, mask=m_k, other=0.0, eviction_policy="evict_first")
+            b_x = tl.load(p_tile + k, mask=m_k, other=0.0)
+        b_sums += b_weight.to(tl.float32) * b_x.to(tl.float32)
+    return b_sums
