@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from decantkv.cache import text_config
 from decantkv.eval import metrics
 from decantkv.eval.chat import ChatFormat, Encoded, Regime
+from decantkv.eval.engine.batches import Limits, batches
 from decantkv.eval.engine.keep import choose, score, score_key
 from decantkv.eval.engine.policy import Policy
 from decantkv.eval.engine.prompt import Reader, Reading, Windows
@@ -29,8 +31,7 @@ from decantkv.selection import Kept
 Prompt = tuple[str, Callable[[], Sample]]
 """A sample's key and how to make it, in another thread; done prompts are never made."""
 
-SPREAD = 2.0  # rows whose sizes differ more than this do not share a batch, which would be mostly filler
-SMALL = 512  # slots below which that does not matter
+WAITING = 4  # full batches' rows that wait for rows of their size, where a batch costs as much as many of its steps
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,20 @@ class _Job:
 
     @property
     def nbytes(self) -> int:
-        return self.reading.nbytes + sum(row.nbytes(row.stored) for _, row, _, _ in self.rows)
+        """What waits: the prompt and what is kept of it, by number. The copies are made batch by batch."""
+        kept = {id(row.kept): row.kept for _, row, _, _ in self.rows if row.kept is not None}
+        return self.reading.nbytes + sum(k.indices.numel() * k.indices.element_size() for k in kept.values())
+
+
+@dataclass(frozen=True, eq=False)
+class _Entry:
+    """A row of a job, what it answers, and its shares of tokens and bytes."""
+
+    job: _Job
+    cell: Cell
+    row: Row
+    share: float
+    size: float
 
 
 class Runner:
@@ -86,7 +100,8 @@ class Runner:
 
     Args:
         stops: token ids that end any answer.
-        memory: bytes for caches; None takes three fifths of what is free.
+        memory: bytes for caches; None takes three fifths of what is free. A quarter holds prompts that wait, a half a
+            batch of copies, a quarter is for reading.
         graphs: capture decode steps as CUDA graphs; None means on CUDA.
         max_rows: copies decoded together; None decides by device.
     """
@@ -110,7 +125,12 @@ class Runner:
         rows = max((settings.rows for settings in asked), default=1)
         self.reader = Reader(model, rows=rows, needs=needs, memory=self.memory // 4)
         self.graphs = model.device.type == "cuda" if graphs is None else graphs
-        self.max_rows = max_rows or (256 if model.device.type == "cuda" else 48)  # a CPU gains little beyond
+        on_cuda, config = model.device.type == "cuda", text_config(model)
+        heads = config.num_attention_heads
+        group = heads // (getattr(config, "num_key_value_heads", None) or heads)
+        most = max_rows or (256 if on_cuda else 48)  # a CPU gains little beyond
+        self.limits = Limits(self.memory // 2, most, group, apart=not on_cuda)
+        self.max_waiting = most * (WAITING if on_cuda else 1)
         self._newline = _newline_tokens(form.tokenizer)
 
     def run(
@@ -134,7 +154,7 @@ class Runner:
                 return False
             jobs.append(self._read(sample, missing))
             rows = sum(len(job.rows) for job in jobs)
-            if rows >= self.max_rows or sum(job.nbytes for job in jobs) > self.memory // 2:
+            if rows >= self.max_waiting or sum(job.nbytes for job in jobs) > self.memory // 4:
                 self._finish(jobs, store, progress)
                 jobs = []
         self._finish(jobs, store, progress)
@@ -162,11 +182,12 @@ class Runner:
             if self.plan.fidelity:
                 extras.update(_shifts_and_overlaps(windows, here))
         job = _Job(sample, encoded, self.reader.reading(), extras=extras)
+        means = _mean_counts([choice for choice in kept.values() if choice is not None])
+        head_dim = job.reading.values[0].shape[3]
         for cell in missing:
             policy = self.policies.get(cell.policy)
             row = self._row(job, cell, cut_of[cell], kept.get(cell), policy.bits if policy else 0)
-            share = 1.0 if row.kept is None else float(row.kept.counts.float().mean()) / row.cut
-            head_dim = job.reading.values[0].shape[3]
+            share = 1.0 if row.kept is None else means[id(row.kept)] / row.cut
             job.rows.append((cell, row, share, bytes_share(row.bits, head_dim) if row.bits else share))
         return job
 
@@ -204,53 +225,31 @@ class Runner:
         if not jobs:
             return
         store.append(_prompt_row(job) for job in jobs if job.sample.key not in store.prompts)
-        entries = [(job, *entry) for job in jobs for entry in job.rows]
-        for batch in self._batches(entries):
+        entries = [_Entry(job, *entry) for job in jobs for entry in job.rows]
+        for batch in batches(entries, self.limits):
             answers = self._halving(batch)
             store.append(
-                {**_answer_row(cell, row, share, size), **answer}
-                for (_, cell, row, share, size), answer in zip(batch, answers, strict=True)
+                {**_answer_row(e.cell, e.row, e.share, e.size), **answer}
+                for e, answer in zip(batch, answers, strict=True)
             )
             progress(len(batch))
 
-    def _batches(self, entries: list[Any]) -> Iterator[list[Any]]:
-        """Rows of like size together, as many as memory holds."""
-        batch: list[Any] = []
-        room = 0
-        apart = self.model.device.type == "cpu"  # where filling up rows that have less to feed costs time
-
-        def order(entry: Any) -> tuple[int, int]:
-            return (len(entry[2].rest) if apart else 0, entry[2].stored)
-
-        for entry in sorted(entries, key=order):
-            job, _, row, _, _ = entry
-            need = max(room, len(row.rest) + job.sample.max_new_tokens)
-            nbytes = row.nbytes(row.stored + need) * (len(batch) + 1)  # the newest is the largest
-            wide = bool(batch) and row.stored > max(SMALL, SPREAD * batch[0][2].stored)
-            wide = wide or (apart and bool(batch) and bool(row.rest) != bool(batch[0][2].rest))
-            if batch and (wide or nbytes > self.memory // 2 or len(batch) >= self.max_rows):
-                yield batch
-                batch, need = [], len(row.rest) + job.sample.max_new_tokens
-            batch.append(entry)
-            room = need
-        if batch:
-            yield batch
-
-    def _halving(self, batch: list[Any]) -> list[dict[str, Any]]:
+    def _halving(self, batch: list[_Entry]) -> list[dict[str, Any]]:
         """A batch's answers; in halves, from then on, where others on the device left no memory for the whole."""
         try:
             return self._measure(batch)
         except torch.OutOfMemoryError:
             if len(batch) == 1:
                 raise
-        half = self.max_rows = (len(batch) + 1) // 2
+        self.limits.halve(entry.row for entry in batch)
+        half = (len(batch) + 1) // 2
         if self.model.device.type == "cuda":
             torch.cuda.empty_cache()
         return [*self._halving(batch[:half]), *self._halving(batch[half:])]
 
-    def _measure(self, batch: list[Any]) -> list[dict[str, Any]]:
-        rows = [entry[2] for entry in batch]
-        samples = [entry[0].sample for entry in batch]
+    def _measure(self, batch: list[_Entry]) -> list[dict[str, Any]]:
+        rows = [entry.row for entry in batch]
+        samples = [entry.job.sample for entry in batch]
         forcing = self.plan.likelihood or self.plan.fidelity
         forced = [self._reference_ids(sample) for sample in samples] if forcing else [()] * len(rows)
         room = max(
@@ -263,7 +262,10 @@ class Runner:
             for entry, found, logits, ids in zip(batch, measured, copies.forced_logits(forced), forced, strict=True):
                 found["nll"] = round(_nll(logits, ids), 5)
                 if self.plan.fidelity:
-                    found |= {**compare(self._full_logits(entry[0], ids), logits), **entry[0].extras.get(entry[1], {})}
+                    found |= {
+                        **compare(self._full_logits(entry.job, ids), logits),
+                        **entry.job.extras.get(entry.cell, {}),
+                    }
         if self.plan.generate:
             for found, tokens, row, sample in zip(measured, copies.generate(), rows, samples, strict=True):
                 ended = bool(tokens) and tokens[-1] in row.stops
@@ -288,6 +290,16 @@ class Runner:
         joined = ", ".join(sample.references) if sample.metric == "string_match_all" else sample.references[0]
         gap = "" if sample.text.endswith((" ", "\n")) or sample.suite == "fidelity" else " "
         return tuple(self.form.tokenizer(gap + joined, add_special_tokens=False)["input_ids"])
+
+
+def _mean_counts(kept: Sequence[Kept]) -> dict[int, float]:
+    """Tokens kept a head, on average, by the choice's id; what the host does not know is asked for at once."""
+    known = {id(k): float(k.rows[0]) for k in kept if k.rows is not None and len(set(k.rows)) == 1}
+    others = [k for k in kept if id(k) not in known]
+    if others:
+        means = torch.stack([k.counts.float().mean() for k in others]).tolist()
+        known |= {id(k): mean for k, mean in zip(others, means, strict=True)}
+    return known
 
 
 def _shifts_and_overlaps(

@@ -67,13 +67,23 @@ class Row:
         return self.reading.nbytes // self.reading.length * slots
 
 
+@dataclass
+class Place:
+    """Where new tokens go, [T] int64: what layers know of their batch.
+
+    They do not hold the batch itself: the two would keep each other, and their memory, until the next collection.
+    """
+
+    slots: Tensor
+
+
 class RowLayer(CacheLayerMixin):
     """One layer's buffers [R, H, S, D]; new tokens go to the slots that the batch says."""
 
     is_sliding = False
 
-    def __init__(self, batch: RowBatch, keys: Tensor, values: Tensor) -> None:
-        self.batch, self.keys, self.values = batch, keys, values
+    def __init__(self, place: Place, keys: Tensor, values: Tensor) -> None:
+        self.place, self.keys, self.values = place, keys, values
         self.is_initialized = True
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
@@ -81,8 +91,8 @@ class RowLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write the new tokens; all slots are returned, masks hide the unused ones."""
-        self.keys.index_copy_(2, self.batch.slots, key_states)
-        self.values.index_copy_(2, self.batch.slots, value_states)
+        self.keys.index_copy_(2, self.place.slots, key_states)
+        self.values.index_copy_(2, self.place.slots, value_states)
         return self.keys, self.values
 
     def get_seq_length(self) -> int:
@@ -116,14 +126,14 @@ class RowBatch:
         self.slots_total = -(-(self.begin + room) // ALIGN) * ALIGN
         self.used = 0  # new slots
         self.logical = torch.tensor([row.cut for row in rows], device=self.device)
-        self.slots = torch.zeros(1, dtype=torch.long, device=self.device)
+        self.place = Place(torch.zeros(1, dtype=torch.long, device=self.device))
         self.cache = DynamicCache(config=text_config(model))
         self.cache.layer_class_to_replicate = None
         self._name = cache_argument(model)
         index = self._index()
         self.shown = self._read_shown(index)
         filled = zip(self._gather("keys", index), self._gather("values", index), strict=True)
-        self.cache.layers = [RowLayer(self, keys, values) for keys, values in filled]
+        self.cache.layers = [RowLayer(self.place, keys, values) for keys, values in filled]
         self.masks: list[Tensor] = []
 
     def mask_of(self, layer_idx: int) -> Tensor:
@@ -193,10 +203,10 @@ class RowBatch:
         real = torch.arange(width, device=self.device) >= (width - lengths)[:, None]
         positions = (self.logical[:, None] + torch.cumsum(real, 1) - 1).clamp_min(0)
         start = self.begin + self.used
-        self.slots = torch.arange(start, start + width, device=self.device)
+        self.place.slots = torch.arange(start, start + width, device=self.device)
         for shown in self.shown:
             shown[:, :, start : start + width] = real[:, None]
-        future = torch.arange(self.slots_total, device=self.device) > self.slots[:, None]  # [T, S]
+        future = torch.arange(self.slots_total, device=self.device) > self.place.slots[:, None]  # [T, S]
         self.masks = [shown[:, :, None] & ~future for shown in self.shown]
         self.used += width
         self.logical = self.logical + lengths
@@ -278,7 +288,7 @@ class _Decoder:
         steps = self.most - 1
         if steps < 1 or bool(self.done.all()):
             return self.whole
-        self.batch.slots = self.slot
+        self.batch.place.slots = self.slot
         self.batch.masks = [shown[:, :, None] for shown in self.batch.shown]
         step = self._captured() if self.batch.graphs else self._step
         steps -= int(self.count) - 1  # a capture has taken some
