@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from transformers.models.cohere import modeling_cohere
@@ -122,3 +124,196 @@ def test_a_stand_in_that_is_wrong_is_found_and_left(tape, monkeypatch):  # noqa:
 
 def _norm(x, weight, eps):
     return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
+
+
+def _matvec(x, weight, bias=None):
+    """What the kernel computes, written apart from torch's linear layer: float32, rounded once."""
+    wide = (weight.float() * x.float().flatten()).sum(1) + (0 if bias is None else bias.float())
+    return wide.to(x.dtype).reshape(*x.shape[:-1], -1)
+
+
+def _silu_times(x, gate, up):
+    one, two = (_matvec(x, weight).float() for weight in (gate, up))
+    return ((one / (1 + (-one).exp())).to(x.dtype).float() * two).to(x.dtype)
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """The kernels' names on the CPU, in torch; says which of them ran."""
+    ran = []
+
+    def counted(name, call):
+        return lambda *args: ran.append(name) or call(*args)
+
+    modules = {
+        "matvec": SimpleNamespace(matvec=counted("matvec", _matvec), gated=counted("gated", _silu_times)),
+        "step": SimpleNamespace(norm=_norm, rotate=turn),
+    }
+    monkeypatch.setattr(fused, "kernels_run_on", lambda device: True)
+    monkeypatch.setattr(fused, "_kernels", modules.__getitem__)
+    return ran
+
+
+def bare(inner=24, rows=40, dtype=torch.bfloat16, bias=True):
+    torch.manual_seed(0)
+    return torch.nn.Linear(inner, rows, bias=bias, dtype=dtype)
+
+
+@torch.no_grad()
+def test_a_linear_layer_stands_in_for_one_token(kernels):
+    part = bare()
+    (found,) = fused.standins(torch.nn.Sequential(part))
+    kernels.clear()
+    x = torch.randn(1, 1, 24, dtype=torch.bfloat16)
+    with fused.in_place([found]):
+        torch.testing.assert_close(part(x), torch.nn.functional.linear(x, part.weight, part.bias))
+    assert kernels == ["matvec"]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "x",
+    [torch.randn(2, 1, 24).bfloat16(), torch.randn(1, 48).bfloat16()[:, ::2], torch.randn(0, 24).bfloat16()],
+    ids=["two tokens", "strides", "nothing"],
+)
+def test_other_inputs_go_to_the_layer_itself(kernels, x):
+    part = bare()
+    (found,) = fused.standins(torch.nn.Sequential(part))
+    kernels.clear()
+    with fused.in_place([found]):
+        assert torch.equal(part(x), torch.nn.functional.linear(x, part.weight, part.bias))
+        with pytest.raises(RuntimeError, match="dtype"):
+            part(torch.randn(1, 24))
+    assert not kernels
+
+
+@torch.no_grad()
+def test_autocast_keeps_its_own_dtype(kernels):
+    part, x = bare(), torch.randn(1, 24, dtype=torch.bfloat16)
+    (found,) = fused.standins(torch.nn.Sequential(part))
+    with fused.in_place([found]), torch.autocast("cpu", torch.float16):
+        assert part(x).dtype == torch.float16
+
+
+def wrapped(part):
+    part.forward = part.forward
+
+
+def transposed(part):
+    part.weight = torch.nn.Parameter(part.weight.detach().t().contiguous().t())
+
+
+class Own(torch.nn.Linear):
+    """Another library's linear layer."""
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        wrapped,
+        transposed,
+        lambda part: part.float(),
+        lambda part: part.register_forward_hook(lambda *x: None),
+        lambda part: part.register_forward_pre_hook(lambda *x: None),
+        lambda part: setattr(part, "__class__", Own),
+    ],
+    ids=["wrapped", "transposed", "float32", "hook", "pre-hook", "subclass"],
+)
+def test_a_linear_layer_that_is_more_or_less_than_torchs_is_left_alone(kernels, change):
+    part = bare()
+    change(part)
+    assert not fused.standins(torch.nn.Sequential(part))
+
+
+def test_a_linear_layer_whose_kernel_is_wrong_is_left_alone(kernels, monkeypatch):
+    wrong = SimpleNamespace(matvec=lambda x, weight, bias: 1.1 * _matvec(x, weight, bias), gated=_silu_times)
+    monkeypatch.setattr(fused, "_kernels", lambda name: wrong)
+    assert not fused.standins(torch.nn.Sequential(bare()))
+
+
+def test_each_shape_is_tried_once(kernels):
+    found = fused.standins(torch.nn.Sequential(*[bare() for _ in range(5)], bare(bias=False), bare(rows=48)))
+    assert len(found) == 7
+    assert len(kernels) == 3
+
+
+@torch.no_grad()
+def test_a_gated_mlp_reads_gate_and_up_at_once(kernels):
+    model = tiny.llama().bfloat16()
+    mlp, x = model.model.layers[0].mlp, torch.randn(1, 1, 64, dtype=torch.bfloat16)
+    plain, several = mlp(x), torch.randn(1, 3, 64, dtype=torch.bfloat16)
+    found = fused.standins(model)
+    kernels.clear()
+    with fused.in_place(found):
+        got = mlp(x)
+        assert kernels == ["gated", "matvec"]  # down is a linear layer like others
+        torch.testing.assert_close(got, plain, rtol=0.02, atol=0.02 * float(plain.abs().max()))
+        mlp(several)
+        assert kernels == ["gated", "matvec"]
+
+
+class Halved(modeling_llama.LlamaMLP):
+    """The same parts in another formula."""
+
+    def forward(self, x):
+        return super().forward(x) / 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda mlp: setattr(mlp, "__class__", Halved),
+        lambda mlp: setattr(mlp, "act_fn", torch.nn.GELU()),
+        lambda mlp: setattr(mlp, "up_proj", bare(64, 96)),
+        lambda mlp: wrapped(mlp.gate_proj),
+        lambda mlp: mlp.act_fn.register_forward_hook(lambda *x: None),
+        lambda mlp: mlp.register_forward_hook(lambda *x: None),
+        wrapped,
+    ],
+    ids=["formula", "activation", "bias", "wrapped part", "hook on a part", "hook", "wrapped"],
+)
+def test_an_mlp_that_is_more_or_less_than_that_is_left_alone(kernels, change):
+    mlp = tiny.llama().bfloat16().model.layers[0].mlp
+    every = [x.home for x in fused.standins(torch.nn.Sequential(mlp))]
+    assert any(home is vars(mlp) for home in every)
+    change(mlp)
+    assert not any(x.home is vars(mlp) for x in fused.standins(torch.nn.Sequential(mlp)))
+
+
+@torch.no_grad()
+def test_a_whole_step_is_the_models_own(kernels):
+    model = tiny.llama().bfloat16()
+    ids = torch.tensor([[5]])
+    plain = model(ids).logits
+    state = torch.get_rng_state()
+    found = fused.standins(model)
+    assert torch.equal(torch.get_rng_state(), state)  # what a user samples stays the same
+    kernels.clear()
+    with fused.in_place(found):
+        got = model(ids).logits
+    layers = len(model.model.layers)
+    assert (kernels.count("gated"), kernels.count("matvec")) == (layers, 5 * layers + 1)  # q, k, v, o, down; the head
+    apart = (got - plain).float().norm() / plain.float().norm()
+    assert float(apart) <= 8 * torch.finfo(torch.bfloat16).eps
+    assert torch.equal(model(ids).logits, plain)
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_step_on_a_gpu_reads_its_weights_by_the_kernels(dtype, monkeypatch):
+    matvec = pytest.importorskip("decantkv.kernels.matvec")
+    model = tiny.llama(hidden_size=256, intermediate_size=688, mlp_bias=False).to("cuda", dtype)
+    ids = torch.tensor([[5]], device="cuda")
+    plain, ran = model(ids).logits, []
+    for name in ("matvec", "gated"):
+        original = getattr(matvec, name)
+        monkeypatch.setattr(matvec, name, lambda *args, n=name, call=original: ran.append(n) or call(*args))
+    found = fused.standins(model)
+    ran.clear()
+    with fused.in_place(found):
+        got = model(ids).logits
+    layers = len(model.model.layers)
+    assert (ran.count("gated"), ran.count("matvec")) == (layers, 5 * layers + 1)
+    apart = (got - plain).float().norm() / plain.float().norm()
+    assert float(apart) <= 8 * torch.finfo(dtype).eps

@@ -1,8 +1,9 @@
-"""A model's small operations in fewer launches, for the step that is recorded as a CUDA graph.
+"""A model's operations on one token in fewer launches, for the step that is recorded as a CUDA graph.
 
 At batch 1 a step's norms and rotations cost as much as reading a third of the weights: some twenty launches a layer for
-a few kilobytes. What stands in for them is tried on random numbers first, is in place only while a step is rehearsed or
-recorded, and the recorded step is compared with the model's own forward like any other.
+a few kilobytes. Its linear layers should cost what their weights take to be read, and cost more. What stands in for
+them is tried on random numbers first, is in place only while a step is rehearsed or recorded, and the recorded step is
+compared with the model's own forward like any other.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import functools
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -35,8 +36,17 @@ class Standin(NamedTuple):
 
 
 def standins(model: nn.Module) -> list[Standin]:
-    """What can stand in for a model's norms and rotary embeddings; computes and waits, so before any recording."""
-    found = [Standin(vars(part), "forward", call) for part in model.modules() if (call := _norm(part)) is not None]
+    """What can stand in for a model's norms, rotary embeddings, linear layers and gated MLPs.
+
+    Computes and waits, so before any recording. Modules whose forward another library replaced stay as they are, and
+    linear layers and MLPs with hooks.
+    """
+    tried: dict[Any, bool] = {}
+    found = []
+    for part in model.modules():
+        call = _norm(part) or _linear(part, tried) or _gated(part)
+        if call is not None:
+            found.append(Standin(vars(part), "forward", call))
     device, dtype = next(model.parameters()).device, next(model.parameters()).dtype
     for file in modeling_files(model):
         rotary = vars(file).get("apply_rotary_pos_emb")
@@ -71,24 +81,90 @@ def _norm(part: nn.Module) -> Callable[[Tensor], Tensor] | None:
     if not isinstance(weight, nn.Parameter) or weight.dim() != 1 or len(list(part.parameters())) != 1:
         return None
     call = functools.partial(_rms_norm, weight=weight, eps=eps)
-    x = torch.randn(4, 1, weight.shape[0], device=weight.device, dtype=weight.dtype)
+    x = _random((4, 1, weight.shape[0]), weight.device, weight.dtype)
     with torch.no_grad():
         return call if _same(part(x), call(x)) else None
 
 
 def _rms_norm(x: Tensor, *, weight: Tensor, eps: float) -> Tensor:
     if kernels_run_on(x.device) and x.dtype == weight.dtype:
-        normed: Tensor = importlib.import_module("decantkv.kernels.step").norm(x, weight, eps)
+        normed: Tensor = _kernels("step").norm(x, weight, eps)
         return normed
     return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
+
+
+def _linear(part: nn.Module, tried: dict[Any, bool]) -> Callable[[Tensor], Tensor] | None:
+    """One pass over a linear layer's weight; each shape is tried once."""
+    if not _plain_linear(part):
+        return None
+    weight, matvec = part.weight, _kernels("matvec").matvec
+    call = _one_token(part, weight, lambda x: matvec(x, part.weight, part.bias))
+    key = weight.shape, weight.dtype, weight.device, part.bias is None
+    if key not in tried:
+        x = _random((1, 1, weight.shape[1]), weight.device, weight.dtype)
+        with torch.no_grad():
+            tried[key] = _same(part(x), call(x))
+    return call if tried[key] else None
+
+
+def _gated(part: nn.Module) -> Callable[[Tensor], Tensor] | None:
+    """An MLP down(silu(gate · x) · (up · x)), gate and up in one launch."""
+    gate, up, down, act = (part._modules.get(name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn"))
+    if act is None or "forward" in vars(part) or _hooked(part):
+        return None
+    if not (_plain_linear(gate) and _plain_linear(up) and _plain_linear(down)):
+        return None
+    if any(x.bias is not None for x in (gate, up, down)) or gate.weight.shape != up.weight.shape:
+        return None
+    if type(act).__name__ not in ("SiLU", "SiLUActivation") or _hooked(act):
+        return None
+    kernel = _kernels("matvec").gated
+    call = _one_token(part, gate.weight, lambda x: down(kernel(x, gate.weight, up.weight)))
+    x = _random((1, 1, gate.weight.shape[1]), gate.weight.device, gate.weight.dtype)
+    with torch.no_grad():
+        try:
+            expected = part(x)
+        except (TypeError, RuntimeError, IndexError):  # it takes other arguments
+            return None
+        return call if _same(expected, call(x)) else None
+
+
+def _plain_linear(part: Any) -> TypeGuard[nn.Linear]:
+    """Whether it is torch's own linear layer, of 16 bits, on a device that has kernels."""
+    if type(part) is not nn.Linear or "forward" in vars(part) or _hooked(part):
+        return False
+    weight, bias = part.weight, part.bias
+    if any(type(x) is not nn.Parameter or not x.is_contiguous() for x in (weight, bias) if x is not None):
+        return False  # a DTensor, or what a quantiser left
+    if weight.dtype not in (torch.bfloat16, torch.float16) or (bias is not None and bias.dtype != weight.dtype):
+        return False
+    return kernels_run_on(weight.device)
+
+
+def _hooked(part: nn.Module) -> bool:
+    return bool(part._forward_hooks or part._forward_pre_hooks)
+
+
+def _one_token(part: nn.Module, weight: Tensor, call: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+    """`call` for a single token, what the module does for any other input."""
+    original = part.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        x = args[0] if len(args) == 1 and not kwargs else None
+        if type(x) is not Tensor or x.numel() != weight.shape[1] or x.shape[-1] != weight.shape[1]:
+            return original(*args, **kwargs)
+        if not x.is_contiguous() or (x.dtype, x.device) != (weight.dtype, weight.device):
+            return original(*args, **kwargs)
+        return original(x) if torch.is_autocast_enabled(x.device.type) else call(x)
+
+    return forward
 
 
 def _rotary(original: Callable[..., Any], device: torch.device, dtype: torch.dtype) -> Callable[..., Any] | None:
     """One launch that turns queries and keys, where a model turns them by halves."""
     if not kernels_run_on(device):
         return None
-    rotate = importlib.import_module("decantkv.kernels.step").rotate
-    return standing_in(original, rotate, device, dtype)
+    return standing_in(original, _kernels("step").rotate, device, dtype)
 
 
 def standing_in(
@@ -104,8 +180,8 @@ def standing_in(
             return original(q, k, cos, sin, *args, **kwargs)
         return rotate(q, k, cos, sin)
 
-    q, k = (torch.randn(2, heads, 3, 16, device=device, dtype=dtype) for heads in (4, 2))
-    angle = torch.rand(2, 3, 8, device=device).repeat(1, 1, 2)
+    q, k = (_random((2, heads, 3, 16), device, dtype) for heads in (4, 2))
+    angle = _random((2, 3, 8), device, torch.float32).repeat(1, 1, 2)
     cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
     try:
         expected = original(q, k, cos, sin)
@@ -121,3 +197,14 @@ def _same(expected: Any, got: Tensor) -> bool:
         return False
     allowed = 4 * torch.finfo(got.dtype).eps * float(expected.abs().max())
     return float((expected - got).abs().max()) <= allowed
+
+
+def _random(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Normal numbers that leave torch's own generators, and so what a user samples, alone."""
+    generator = torch.Generator(device).manual_seed(0)
+    return torch.randn(shape, generator=generator, device=device, dtype=dtype)
+
+
+def _kernels(name: str) -> Any:
+    """A module of kernels: importing one needs the package triton."""
+    return importlib.import_module(f"decantkv.kernels.{name}")
