@@ -90,11 +90,9 @@ class Ada(AllocationRule):
         free = priority.masked_fill(priority == torch.inf, -torch.inf)
         budgets = [number - always for number, always in zip(n_keep, fixed, strict=True)]
         won = wins_of_rows(free, [budget * heads for budget in budgets], peers)
-        rows = []
-        for row, (budget, always) in enumerate(zip(budgets, fixed, strict=True)):
-            parts = (alpha.denominator - alpha.numerator) * won[row] + alpha.numerator * budget
-            rows.append(always + _largest_remainder(parts, alpha.denominator, budget * heads))
-        return _own(torch.stack(rows), peers)
+        free_each, always = (to_device(numbers, won.device)[:, None] for numbers in (budgets, fixed))
+        parts = (alpha.denominator - alpha.numerator) * won + alpha.numerator * free_each
+        return _own(always + _largest_remainder(parts, alpha.denominator, free_each * heads), peers)
 
 
 @dataclass(frozen=True)
@@ -272,10 +270,12 @@ def _own(counts: Tensor, peers: Peers | None) -> Tensor:
     return counts if peers is None else peers.own(counts)
 
 
-def _largest_remainder(parts: Tensor, denominator: int, total: int) -> Tensor:
-    """Whole numbers near parts/denominator that sum to `total`, as the exact quotients do; ties to the lower index."""
+def _largest_remainder(parts: Tensor, denominator: int, totals: Tensor) -> Tensor:
+    """[B, H] whole numbers near parts/denominator that sum to `totals` [B, 1], as the exact quotients do; ties to the
+    lower index.
+    """
     whole = parts.div(denominator, rounding_mode="floor")
-    missing = total - whole.sum()
+    missing = totals - whole.sum(-1, keepdim=True)
     rank = (parts - whole * denominator).argsort(descending=True, stable=True).argsort()
     return whole + (rank < missing)
 

@@ -81,6 +81,8 @@ def wins_of_rows(priority: Tensor, totals: list[int], peers: Peers | None = None
         [B, P·H] int64, P = 1 without peers; rows sum to `totals`.
     """
     if peers is None:
+        if len(set(totals)) == 1:
+            return wins(priority, totals[0])
         return torch.stack([wins(row, total) for row, total in zip(priority, totals, strict=True)])
     heads, kv_len = priority.shape[1:]
     sizes = [min(total, heads * kv_len) for total in totals]

@@ -38,14 +38,14 @@ def wins(priority: Tensor, total: int) -> Tensor:
     """How many of the `total` highest keys of all heads together each head holds; ties to the lower head.
 
     Args:
-        priority: [H, N], −inf at keys that take no part. At least `total` keys take part.
+        priority: [..., H, N], −inf at keys that take no part. At least `total` keys of every [H, N] take part.
 
     Returns:
-        [H] int64, summing to `total`.
+        [..., H] int64, summing to `total`.
     """
     if total == 0:
-        return torch.zeros(priority.shape[0], dtype=torch.int64, device=priority.device)
-    least = torch.topk(priority.flatten(), total).values[-1]
+        return torch.zeros(priority.shape[:-1], dtype=torch.int64, device=priority.device)
+    least = torch.topk(priority.flatten(-2), total).values[..., -1:, None]
     above, level = (priority > least).sum(-1), (priority == least).sum(-1)
-    spare = total - above.sum() - (level.cumsum(0) - level)
+    spare = total - above.sum(-1, keepdim=True) - (level.cumsum(-1) - level)
     return above + torch.minimum(spare.clamp_min(0), level)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from decantkv.selection import FILLER, Kept
 
 ALIGN = 16  # slots; attention kernels want rows of masks aligned
 QUANTISE_BYTES = 2**28  # float32 numbers that are quantised at once
+FEW = 3  # steps that are not worth a capture
 CHECK_EVERY = 8  # steps between looks at whether all rows are done, where looking makes the host wait
 
 
@@ -290,7 +292,7 @@ class _Decoder:
             return self.whole
         self.batch.place.slots = self.slot
         self.batch.masks = [shown[:, :, None] for shown in self.batch.shown]
-        step = self._captured() if self.batch.graphs else self._step
+        step = self._captured() if self.batch.graphs and steps > FEW else self._step
         steps -= int(self.count) - 1  # a capture has taken some
         waits = self.batch.device.type == "cuda"
         for i in range(steps):
@@ -327,17 +329,22 @@ class _Decoder:
         self.done.logical_or_((token == self.stops).any(-1)).logical_or_(self.count >= self.limits)
 
     def _captured(self) -> Any:
-        """The step as a CUDA graph; two real steps warm it up on a side stream."""
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
+        """The step as a CUDA graph; a real step warms it up on the stream that captures."""
+        side, current = _stream(self.batch.device), torch.cuda.current_stream(self.batch.device)
+        side.wait_stream(current)
         with torch.cuda.stream(side):
-            for _ in range(min(2, self.most - 1)):
-                self._step()
-        torch.cuda.current_stream().wait_stream(side)
+            self._step()
+        current.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=side):
             self._step()
         return graph.replay
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """Where a device's steps are captured: one for all, as cuBLAS keeps a workspace for each stream it meets."""
+    return torch.cuda.Stream(device)
 
 
 def _stop_table(rows: Sequence[Row], device: torch.device) -> Tensor:
