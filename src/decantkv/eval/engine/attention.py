@@ -43,12 +43,29 @@ def attend(
     num_heads, new = query.shape[1:3]
     group = num_heads // key.shape[1]
     grouped = query.unflatten(1, (-1, group)).flatten(2, 3)  # [R, H, g·T, D]
-    mask = seen[:, :, None].expand(-1, -1, group, -1, -1).flatten(2, 3)
+    mask = _grouped(seen, group)
     if softcap is None and s_aux is None:
-        out = F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scaling)
+        out = F.scaled_dot_product_attention(grouped, key, value, attn_mask=_bias(mask, query.dtype), scale=scaling)
     else:
         out = _eager(grouped, key, value, mask, scaling, softcap, s_aux, group)
     return out.unflatten(2, (group, new)).flatten(1, 2).transpose(1, 2), None
+
+
+def _grouped(seen: Tensor, group: int) -> Tensor:
+    """[R, 1 or H, g·T, S] bool, made once a forward where layers share a mask."""
+    if _now.seen is not seen:
+        _now.seen, _now.bias = seen, None
+        _now.mask = seen[:, :, None].expand(-1, -1, group, -1, -1).flatten(2, 3)
+    mask: Tensor = _now.mask
+    return mask
+
+
+def _bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """The newest mask as what is added to logits, which SDPA would make of it in every layer."""
+    if _now.bias is None:
+        _now.bias = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
+    bias: Tensor = _now.bias
+    return bias
 
 
 def _eager(
@@ -83,8 +100,9 @@ def attending(model: PreTrainedModel, masks: Masks) -> Iterator[None]:
     AttentionMaskInterface.register(NAME, _no_mask)
     config = text_config(model)
     before = config._attn_implementation
-    config._attn_implementation, _now.masks = NAME, masks
+    config._attn_implementation, _now.masks, _now.seen = NAME, masks, None
     try:
         yield
     finally:
-        config._attn_implementation, _now.masks = before, None
+        config._attn_implementation = before
+        _now.masks = _now.seen = _now.mask = _now.bias = None
