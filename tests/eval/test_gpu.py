@@ -7,6 +7,7 @@ import torch
 
 from decantkv.eval.chat import ChatFormat
 from decantkv.eval.cli import make_plan
+from decantkv.eval.engine.prompt import Reader
 from decantkv.eval.results import Store, read_folder
 from decantkv.eval.ruler import Series, Sources
 from decantkv.eval.runner import Runner
@@ -48,3 +49,31 @@ def test_half_precision_runs_through_every_path(model, tokenizer, tmp_path):
     rows = measured(half, tokenizer, tmp_path, memory=2**28)
     assert all(row["new_tokens"] >= 1 for row in rows.values())
     assert all(torch.isfinite(torch.tensor(row["nll"])) for row in rows.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@torch.no_grad()
+def test_a_prompt_in_chunks_is_the_prompt_in_one_piece(model, dtype):
+    device = copy.deepcopy(model).cuda().to(dtype)
+    ids = torch.randint(1, 200, (1500,), generator=torch.Generator().manual_seed(2)).tolist()
+    readings = []
+    for chunk in (1500, 1499, 400):
+        reader = Reader(device, rows=8)
+        assert reader.plain
+        reader.chunk_of = lambda length, chunk=chunk: chunk
+        for _ in reader.read(ids, [1100]):
+            pass
+        readings.append(reader.reading())
+    whole = device(torch.tensor([ids], device="cuda"), logits_to_keep=1).logits[0, -1].float()
+    # bfloat16 rounds twice more wherever a chunk ends; a token too many or too few would change all of it
+    most = 0.05 if dtype == torch.bfloat16 else 1e-3
+    for reading in readings:
+        assert float((reading.next_logits - whole).norm() / whole.norm()) < most
+        for mine, theirs in zip(reading.keys, readings[0].keys, strict=True):
+            assert float((mine - theirs).float().norm() / theirs.float().norm()) < most
+
+
+def test_a_prompts_rows_wait_for_others_of_their_size(model, tokenizer, tmp_path):
+    runner = Runner(copy.deepcopy(model).cuda(), ChatFormat(tokenizer), PLAN, stops=(0,))
+    assert runner.max_waiting == 4 * runner.limits.rows
+    assert runner.limits.group == 2

@@ -1,5 +1,8 @@
 """All layers as one batch, and one computation for all who ask for it, keep what each layer and method keeps alone."""
 
+import dataclasses
+import os
+
 import pytest
 import torch
 
@@ -75,3 +78,14 @@ def test_noise_differs_by_layer(windows):
     assert type(settings.method) is Random
     scores = score(windows[LENGTH], settings)
     assert not torch.equal(scores[0], scores[1])
+
+
+@pytest.mark.interpreter
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
+@pytest.mark.parametrize("label", ["dropkv", "snapkv", "andpro", "dropkv[reduce=max]"])
+def test_the_kernels_score_layers_together_as_one_by_one(windows, label):
+    settings = dataclasses.replace(settings_of("0.4")[label], impl="triton")
+    for cut, here in windows.items():
+        assert here[0].k.is_contiguous() == (cut == LENGTH)  # earlier than the end a window is a view with gaps
+        mine, theirs = score(here, settings), score(list(here), settings)
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
