@@ -65,8 +65,8 @@ def test_a_prompt_in_chunks_is_the_prompt_in_one_piece(model, dtype):
             pass
         readings.append(reader.reading())
     whole = device(torch.tensor([ids], device="cuda"), logits_to_keep=1).logits[0, -1].float()
-    # bfloat16 rounds twice more wherever a chunk ends; a token too many or too few would change all of it
-    most = 0.05 if dtype == torch.bfloat16 else 1e-3
+    # in bfloat16 eager and sdpa are 11 % apart on a CPU, so sharp is this model; a token too few makes it 47 %
+    most = 0.2 if dtype == torch.bfloat16 else 1e-3
     for reading in readings:
         assert float((reading.next_logits - whole).norm() / whole.norm()) < most
         for mine, theirs in zip(reading.keys, readings[0].keys, strict=True):
