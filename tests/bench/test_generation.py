@@ -307,7 +307,7 @@ def test_filling_takes_no_memory_beside_the_cache():
         filled = make()
         stored = sum(x.nbytes for layer in filled.layers for x in (layer.keys, layer.values))
         assert stored >= 16 * row, "eight rows of two layers"
-        assert generation.peak(device) - held <= stored + beside + 2**16
+        assert generation.peak(device) - held <= stored + beside + 2**17  # and a few indices
         del filled
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from decantkv.eval import metrics
+from decantkv.eval import runner as runner_module
 from decantkv.eval.chat import ChatFormat
 from decantkv.eval.cli import make_plan
 from decantkv.eval.engine.quantise import bytes_share
@@ -131,6 +132,36 @@ def test_a_deadline_stops_between_prompts_and_the_rest_follows(model, form, tmp_
     assert runner.run(slow, store)  # nothing is made a second time
     store.close()
     assert len(seen) == 4
+
+
+def test_samples_are_made_in_turn_a_few_ahead_and_no_more_when_nobody_waits():
+    made = []
+    undone = ((lambda i=i: made.append(i) or i, [i]) for i in range(60))
+    samples = runner_module._made_ahead(undone)
+    assert [next(samples) for _ in range(3)] == [(i, [i]) for i in range(3)]
+    samples.close()
+    assert made == list(range(len(made)))
+    assert 3 <= len(made) <= 3 + runner_module.AHEAD
+    assert [i for i, _ in runner_module._made_ahead((lambda i=i: i, []) for i in range(40))] == list(range(40))
+
+
+def test_prompts_wait_for_each_other_and_answer_alike(whole, model, form, tmp_path, monkeypatch):
+    read, decoded = [], []
+    reads, measure = Runner._read, Runner._measure
+    monkeypatch.setattr(Runner, "_read", lambda self, *a: read.append(1) or reads(self, *a))
+    monkeypatch.setattr(
+        Runner,
+        "_measure",
+        lambda self, batch: decoded.append((len(read), {e.cell.prompt for e in batch})) or measure(self, batch),
+    )
+    store = Store(tmp_path, CONFIGURATION, {"command": "test"})
+    runner = Runner(model, form, PLAN, stops=(0,), memory=2**30)
+    runner.max_waiting = 10**6
+    assert runner.run(prompts(form), store)
+    store.close()
+    assert decoded[0][0] == 4  # all were read before the first was decoded
+    assert max(len(asked) for _, asked in decoded) == 4
+    assert answers(tmp_path) == answers(whole)
 
 
 def test_packed_rows_are_read_and_gone_on_with(whole, model, form, tmp_path):

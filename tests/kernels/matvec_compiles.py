@@ -54,10 +54,10 @@ def check_reads(ptx, rows, inner, dtype):
 
 
 def check(name, kernel, constants, dtype, rows, inner):
-    target, device = TARGETS[name]
+    target, _ = TARGETS[name]
     fused = kernel is matvec.gated_kernel
     itemsize = 4 if dtype == "fp32" else 2
-    tile = (matvec.gated_tile if fused else matvec.tile_of)(rows, itemsize, device)
+    tile = (matvec.gated_tile if fused else matvec.tile_of)(inner, itemsize)
     constants = {**constants, "K": inner, "BN": tile.rows, "BK": tile.elements}
     made = compiled(kernel, target, dtype, constants, warps=tile.warps)
     what = kernel.fn.__name__, rows, inner, dtype

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ from decantkv.selection import Kept
 Prompt = tuple[str, Callable[[], Sample]]
 """A sample's key and how to make it, in another thread; done prompts are never made."""
 
+AHEAD = 16  # samples that are made before their turn: some take a hundred times as long as others
 WAITING = 4  # full batches' rows that wait for rows of their size, where a batch costs as much as many of its steps
 
 
@@ -319,16 +321,20 @@ def _shifts_and_overlaps(
 def _made_ahead(
     undone: Iterator[tuple[Callable[[], Sample], list[Cell]]],
 ) -> Iterator[tuple[Sample, list[Cell]]]:
-    """Samples, each made while the one before it is worked on: fitting a length costs many tokenisations."""
-    with ThreadPoolExecutor(1) as maker:
-        ahead: tuple[Future[Sample], list[Cell]] | None = None
+    """Samples in turn, a few made while earlier ones are worked on: fitting a length costs many tokenisations."""
+    ahead: deque[tuple[Future[Sample], list[Cell]]] = deque()
+    maker = ThreadPoolExecutor(1)
+    try:
         for make, missing in undone:
-            coming = (maker.submit(make), missing)
-            if ahead is not None:
-                yield ahead[0].result(), ahead[1]
-            ahead = coming
-        if ahead is not None:
-            yield ahead[0].result(), ahead[1]
+            ahead.append((maker.submit(make), missing))
+            if len(ahead) > AHEAD:
+                made, cells = ahead.popleft()
+                yield made.result(), cells
+        while ahead:
+            made, cells = ahead.popleft()
+            yield made.result(), cells
+    finally:
+        maker.shutdown(cancel_futures=True)
 
 
 def free_memory(device: torch.device) -> int:
