@@ -1,9 +1,13 @@
 """The rows of one batch give what attach and generate give one at a time."""
 
+import contextlib
+import types
+
 import pytest
 import torch
 
 import decantkv
+from decantkv.eval.engine import decoding
 from decantkv.eval.engine.keep import choose, score
 from decantkv.eval.engine.policy import parse_policies, parse_policy
 from decantkv.eval.engine.prompt import Reader
@@ -187,3 +191,38 @@ def test_brackets_hold_options():
     policy = parse_policy("dropkv[pool=avg,window=32,allocation=ada]")
     settings = policy.settings("0.1")
     assert (settings.method.pool, settings.method.window, settings.allocation.name) == ("avg", 32, "ada")
+
+
+@pytest.mark.parametrize("new", [1, 2, 4, 5, 12])
+def test_a_captured_step_takes_the_place_of_plain_ones(model, read, new, monkeypatch):
+    """Rehearsed without a GPU: a graph that repeats the step; capturing it does nothing, warming it up is a step."""
+    rows = [Row(read[0], PROMPT, (), k, max_new_tokens=new) for k in kept_at(read[1])]
+    plain = RowBatch(model, rows, room=NEW).generate()
+    step, ran = decoding.Decoder._step, {"captured": 0, "stepped": 0}
+    recording = []
+
+    def stepping(self):
+        if recording:
+            graph = recording[-1]
+            graph.replay = lambda: stepping(self)
+            ran["captured"] += 1
+            return
+        ran["stepped"] += 1
+        step(self)
+
+    @contextlib.contextmanager
+    def capture(graph, stream):
+        recording.append(graph)
+        yield
+        recording.clear()
+
+    side = types.SimpleNamespace(wait_stream=lambda other: None)
+    monkeypatch.setattr(decoding.Decoder, "_step", stepping)
+    monkeypatch.setattr(decoding, "_stream", lambda device: side)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: side)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", types.SimpleNamespace)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    assert RowBatch(model, rows, room=NEW, graphs=True).generate() == plain
+    # the first token is the prompt's own, the second comes of feeding it: steps make the others
+    assert ran == {"captured": int(new - 2 > decoding.FEW), "stepped": max(new - 2, 0)}

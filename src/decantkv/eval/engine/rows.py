@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,14 +14,13 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
 from decantkv.cache import cache_argument, text_config
 from decantkv.eval.engine.attention import attending
+from decantkv.eval.engine.decoding import Decoder
 from decantkv.eval.engine.prompt import Reading
 from decantkv.eval.engine.quantise import quantise_keys, quantise_values
 from decantkv.selection import FILLER, Kept
 
 ALIGN = 16  # slots; attention kernels want rows of masks aligned
 QUANTISE_BYTES = 2**28  # float32 numbers that are quantised at once
-FEW = 3  # steps that are not worth a capture
-CHECK_EVERY = 8  # steps between looks at whether all rows are done, where looking makes the host wait
 
 
 @dataclass(frozen=True, eq=False)
@@ -264,87 +262,8 @@ class RowBatch:
             [row.max_new_tokens - len(b) for row, b in zip(self.rows, begun, strict=True)], device=self.device
         )
         tokens = _forbid(first, [None if b else row for row, b in zip(self.rows, begun, strict=True)]).argmax(-1)
-        decoder = _Decoder(self, tokens, limits, _stop_table(self.rows, self.device))
-        produced = decoder.run()
+        produced = Decoder(self, tokens, limits, _stop_table(self.rows, self.device)).run()
         return [_until_stop([*b, *new], row) for b, new, row in zip(begun, produced.tolist(), self.rows, strict=True)]
-
-
-class _Decoder:
-    """Greedy steps whose tensors stay in place, so that one step can be captured and replayed."""
-
-    def __init__(self, batch: RowBatch, first: Tensor, limits: Tensor, stops: Tensor) -> None:
-        self.batch, self.limits, self.stops = batch, limits, stops
-        self.most = int(limits.max())
-        self.tokens = first[:, None].clone()
-        self.positions = batch.logical[:, None].clone()
-        self.slot = torch.full((1,), batch.begin + batch.used, device=batch.device)
-        self.count = torch.ones(1, dtype=torch.long, device=batch.device)
-        self.out = torch.zeros(len(first), max(self.most, 1), dtype=torch.long, device=batch.device)
-        self.out[:, 0] = first
-        self.done = (first[:, None] == stops).any(-1) | (limits <= 1)
-        self.whole = self.out.clone()  # of all rows, also those that were dropped when done
-        self.at = torch.arange(len(first), device=batch.device)  # where the rows still going stand in it
-
-    def run(self) -> Tensor:
-        """[R, most] token ids; what follows a row's end is noise."""
-        steps = self.most - 1
-        if steps < 1 or bool(self.done.all()):
-            return self.whole
-        self.batch.place.slots = self.slot
-        self.batch.masks = [shown[:, :, None] for shown in self.batch.shown]
-        step = self._captured() if self.batch.graphs and steps > FEW else self._step
-        steps -= int(self.count) - 1  # a capture has taken some
-        waits = self.batch.device.type == "cuda"
-        for i in range(steps):
-            step()
-            if not waits or i % CHECK_EVERY == CHECK_EVERY - 1:
-                going = int((~self.done).sum())
-                if going == 0:
-                    break
-                if not self.batch.graphs and 2 * going <= len(self.tokens):
-                    self._drop_done()
-        self.whole[self.at] = self.out
-        return self.whole
-
-    def _drop_done(self) -> None:
-        """Go on with the rows that are not done."""
-        self.whole[self.at] = self.out
-        left = (~self.done).nonzero().flatten()
-        self.at = self.at[left]
-        self.batch.take(left)
-        self.batch.masks = [shown[:, :, None] for shown in self.batch.shown]
-        for name in ("tokens", "positions", "out", "limits", "stops", "done"):
-            setattr(self, name, getattr(self, name)[left])
-
-    def _step(self) -> None:
-        for shown in self.batch.shown:
-            shown.index_fill_(2, self.slot, True)
-        logits = self.batch.forward(self.tokens, self.positions, 1)
-        token = logits[:, -1].argmax(-1, keepdim=True)
-        self.out.index_copy_(1, self.count, token)
-        self.tokens.copy_(token)
-        self.positions.add_(1)
-        self.slot.add_(1)
-        self.count.add_(1)
-        self.done.logical_or_((token == self.stops).any(-1)).logical_or_(self.count >= self.limits)
-
-    def _captured(self) -> Any:
-        """The step as a CUDA graph; a real step warms it up on the stream that captures."""
-        side, current = _stream(self.batch.device), torch.cuda.current_stream(self.batch.device)
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            self._step()
-        current.wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=side):
-            self._step()
-        return graph.replay
-
-
-@functools.cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    """Where a device's steps are captured: one for all, as cuBLAS keeps a workspace for each stream it meets."""
-    return torch.cuda.Stream(device)
 
 
 def _stop_table(rows: Sequence[Row], device: torch.device) -> Tensor:
