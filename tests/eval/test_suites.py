@@ -119,7 +119,9 @@ def test_parts_measured_side_by_side_are_the_whole(model_folder, tmp_path):
         for rows in (read_folder(tmp_path / name)[1] for name in ("whole", "joined"))
     )
     assert found == wanted
-    assert {row["session"] for row in read_folder(tmp_path / "joined")[1]} == {0, 1, 2}
+    run, rows = read_folder(tmp_path / "joined")
+    assert {row["session"] for row in rows} == {0, 1, 2}
+    assert len(run["sessions"]) == 3, "a session that brings no row is not noted"
 
 
 @pytest.mark.parametrize(

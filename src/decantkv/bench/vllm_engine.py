@@ -152,7 +152,10 @@ def holding(path: str | None, kind: int) -> Iterator[None]:
         return
     with open(path, "a") as file:
         fcntl.flock(file, kind)
-        yield
+        try:
+            yield
+        finally:  # closing is not enough: processes that an engine forks hold the file open as well
+            fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def counters() -> dict[str, float]:

@@ -44,8 +44,8 @@ class Store:
     per answer.
     """
 
-    def __init__(self, folder: Path, configuration: Configuration, circumstances: Mapping[str, Any]) -> None:
-        """Open or begin a folder.
+    def __init__(self, folder: Path, configuration: Configuration, circumstances: Mapping[str, Any] | None) -> None:
+        """Open or begin a folder; without circumstances `begin` names them before any row.
 
         Raises:
             ValueError: the folder holds another configuration's rows (the differences are named) or a broken line.
@@ -58,15 +58,23 @@ class Store:
         run = _read_run(folder)
         if run is not None:
             _same(run["configuration"], self.configuration, folder)
-        sessions = [] if run is None else run["sessions"]
-        self.session = len(sessions)
+        self._sessions: list[Any] = [] if run is None else run["sessions"]
         _unpack(folder)
         _drop_torn_line(folder / ROWS)
         if (folder / ROWS).exists():
             for row in read_rows(folder / ROWS, config=self.name):
                 self._note(row)
-        _write_whole(folder / RUN, {"configuration": self.configuration, "sessions": [*sessions, dict(circumstances)]})
+        if run is None:
+            self._write_run()
         self._file: TextIO = (folder / ROWS).open("a", encoding="utf-8")
+        if circumstances is not None:
+            self.begin(circumstances)
+
+    def begin(self, circumstances: Mapping[str, Any]) -> None:
+        """The rows that follow are made under these circumstances."""
+        self.session = len(self._sessions)
+        self._sessions.append(dict(circumstances))
+        self._write_run()
 
     def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Write rows and make sure they are on disk."""
@@ -84,6 +92,9 @@ class Store:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+    def _write_run(self) -> None:
+        _write_whole(self.folder / RUN, {"configuration": self.configuration, "sessions": self._sessions})
 
     def _note(self, row: Mapping[str, Any]) -> None:
         if row["row"] == "prompt":
@@ -143,15 +154,20 @@ def join(folder: Path, parts: Iterable[Path]) -> None:
     Raises:
         ValueError: a part is no folder of results, or of another configuration than the folder's.
     """
-    for part in parts:
-        run, rows = read_folder(part)
-        for session, circumstances in enumerate(run["sessions"]):
-            store = Store(folder, run["configuration"], circumstances)
-            try:
+    store: Store | None = None
+    try:
+        for part in parts:
+            run, rows = read_folder(part)
+            store = store or Store(folder, run["configuration"], None)
+            _same(store.configuration, run["configuration"], part)
+            for session, circumstances in enumerate(run["sessions"]):
                 here = [row for row in rows if row["session"] == session and not store.holds(row)]
-                store.append({k: v for k, v in row.items() if k not in ("config", "session")} for row in here)
-            finally:
-                store.close()
+                if here:
+                    store.begin(circumstances)
+                    store.append({k: v for k, v in row.items() if k not in ("config", "session")} for row in here)
+    finally:
+        if store is not None:
+            store.close()
 
 
 def pack(folder: Path) -> Path:
