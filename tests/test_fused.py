@@ -146,7 +146,11 @@ def kernels(monkeypatch):
         return lambda *args: ran.append(name) or call(*args)
 
     modules = {
-        "matvec": SimpleNamespace(matvec=counted("matvec", _matvec), gated=counted("gated", _silu_times)),
+        "matvec": SimpleNamespace(
+            matvec=counted("matvec", _matvec),
+            gated=counted("gated", _silu_times),
+            three=counted("three", lambda x, weights, biases: tuple(map(_matvec, [x] * 3, weights, biases))),
+        ),
         "step": SimpleNamespace(norm=_norm, rotate=turn),
     }
     monkeypatch.setattr(fused, "kernels_run_on", lambda device: True)
@@ -252,6 +256,44 @@ def test_a_gated_mlp_reads_gate_and_up_at_once(kernels):
         assert kernels == ["gated", "matvec"]
 
 
+@torch.no_grad()
+def test_queries_keys_and_values_are_projected_at_once_whichever_is_asked_for_first(kernels):
+    attention = qwen2().model.layers[0].self_attn  # with biases
+    found = fused.standins(torch.nn.Sequential(attention))
+    x, other = (torch.randn(1, 1, 64, dtype=torch.bfloat16) for _ in range(2))
+    parts = [attention.q_proj, attention.k_proj, attention.v_proj]
+    expected = {id(part): [part(y) for y in (x, other)] for part in parts}
+    kernels.clear()
+    with fused.in_place(found):
+        for part in reversed(parts):
+            torch.testing.assert_close(part(x), expected[id(part)][0])
+        assert kernels == ["three"]
+        torch.testing.assert_close(parts[0](x), expected[id(parts[0])][0])  # asked for again: x may have changed
+        torch.testing.assert_close(
+            parts[1](other), expected[id(parts[1])][1]
+        )  # another input before k and v were taken
+        torch.testing.assert_close(parts[2](other), expected[id(parts[2])][1])
+        assert kernels == ["three"] * 3
+
+
+def qwen2():
+    return tiny.qwen2().bfloat16()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda a: wrapped(a.k_proj), lambda a: setattr(a, "v_proj", bare(64, 16, bias=False)), lambda a: a.q_proj.float()],
+    ids=["wrapped part", "one without bias", "dtype"],
+)
+def test_projections_that_differ_in_more_than_rows_are_left_to_themselves(kernels, change):
+    attention = qwen2().model.layers[0].self_attn
+    change(attention)
+    found = fused.standins(torch.nn.Sequential(attention))
+    assert "three" not in kernels
+    homes = [x.home for x in found]
+    assert any(home is vars(attention.o_proj) for home in homes)  # each that fits still stands for itself
+
+
 class Halved(modeling_llama.LlamaMLP):
     """The same parts in another formula."""
 
@@ -292,7 +334,8 @@ def test_a_whole_step_is_the_models_own(kernels):
     with fused.in_place(found):
         got = model(ids).logits
     layers = len(model.model.layers)
-    assert (kernels.count("gated"), kernels.count("matvec")) == (layers, 5 * layers + 1)  # q, k, v, o, down; the head
+    counts = [kernels.count(name) for name in ("three", "gated", "matvec")]
+    assert counts == [layers, layers, 2 * layers + 1]  # o, down; the head
     apart = (got - plain).float().norm() / plain.float().norm()
     assert float(apart) <= 8 * torch.finfo(torch.bfloat16).eps
     assert torch.equal(model(ids).logits, plain)
@@ -306,7 +349,7 @@ def test_a_step_on_a_gpu_reads_its_weights_by_the_kernels(dtype, monkeypatch):
     model = tiny.llama(hidden_size=256, intermediate_size=688, mlp_bias=False).to("cuda", dtype)
     ids = torch.tensor([[5]], device="cuda")
     plain, ran = model(ids).logits, []
-    for name in ("matvec", "gated"):
+    for name in ("matvec", "gated", "three"):
         original = getattr(matvec, name)
         monkeypatch.setattr(matvec, name, lambda *args, n=name, call=original: ran.append(n) or call(*args))
     found = fused.standins(model)
@@ -314,6 +357,6 @@ def test_a_step_on_a_gpu_reads_its_weights_by_the_kernels(dtype, monkeypatch):
     with fused.in_place(found):
         got = model(ids).logits
     layers = len(model.model.layers)
-    assert (ran.count("gated"), ran.count("matvec")) == (layers, 5 * layers + 1)
+    assert [ran.count(name) for name in ("three", "gated", "matvec")] == [layers, layers, 2 * layers + 1]
     apart = (got - plain).float().norm() / plain.float().norm()
     assert float(apart) <= 8 * torch.finfo(dtype).eps

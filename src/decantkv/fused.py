@@ -42,9 +42,12 @@ def standins(model: nn.Module) -> list[Standin]:
     linear layers and MLPs with hooks.
     """
     tried: dict[Any, bool] = {}
-    found = []
+    found: list[Standin] = []
     for part in model.modules():
-        call = _norm(part) or _linear(part, tried) or _gated(part)
+        together = _three(part, tried)
+        found += [Standin(vars(projection), "forward", call) for projection, call in together]
+        taken = any(standin.home is vars(part) for standin in found)  # by the attention layer it is a part of
+        call = None if taken else _norm(part) or _linear(part, tried) or _gated(part)
         if call is not None:
             found.append(Standin(vars(part), "forward", call))
     device, dtype = next(model.parameters()).device, next(model.parameters()).dtype
@@ -105,6 +108,40 @@ def _linear(part: nn.Module, tried: dict[Any, bool]) -> Callable[[Tensor], Tenso
         with torch.no_grad():
             tried[key] = _same(part(x), call(x))
     return call if tried[key] else None
+
+
+def _three(part: nn.Module, tried: dict[Any, bool]) -> list[tuple[nn.Linear, Callable[..., Any]]]:
+    """One launch for a layer's projections to queries, keys and values, made when the first of them is asked for."""
+    found = [part._modules.get(name) for name in ("q_proj", "k_proj", "v_proj")]
+    parts = [x for x in found if _plain_linear(x)]
+    if len(parts) != 3 or len({(x.weight.shape[1], x.weight.dtype, x.bias is None) for x in parts}) != 1:
+        return []
+    shared = _Shared(parts, _kernels("matvec").three)
+    calls = [_one_token(x, x.weight, functools.partial(shared, i)) for i, x in enumerate(parts)]
+    key = tuple((x.weight.shape, x.weight.dtype, x.weight.device, x.bias is None) for x in parts)
+    if key not in tried:
+        x = _random((1, 1, parts[0].weight.shape[1]), parts[0].weight.device, parts[0].weight.dtype)
+        with torch.no_grad():
+            tried[key] = all([_same(y(x), call(x)) for y, call in zip(parts, calls, strict=True)])
+    return list(zip(parts, calls, strict=True)) if tried[key] else []
+
+
+class _Shared:
+    """Linear layers of one input: what the others gave waits until it is asked for, with that very input, once."""
+
+    def __init__(self, parts: Sequence[nn.Linear], kernel: Callable[..., Sequence[Tensor]]) -> None:
+        self._parts, self._kernel = parts, kernel
+        self._x: Tensor | None = None
+        self._waiting: dict[int, Tensor] = {}
+
+    def __call__(self, which: int, x: Tensor) -> Tensor:
+        if self._x is not x or which not in self._waiting:
+            made = self._kernel(x, [part.weight for part in self._parts], [part.bias for part in self._parts])
+            self._x, self._waiting = x, dict(enumerate(made))
+        out = self._waiting.pop(which)
+        if not self._waiting:
+            self._x = None
+        return out
 
 
 def _gated(part: nn.Module) -> Callable[[Tensor], Tensor] | None:

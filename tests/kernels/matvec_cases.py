@@ -35,6 +35,19 @@ def matvec_case(device, dtype, *, rows, inner, with_bias, tile, seed):
     assert bool(((got.flatten().double() - exact).abs() <= allowed).all()), (rows, inner, dtype, with_bias, tile)
 
 
+def three_case(device, dtype, *, inner, rows, with_bias, seed):
+    """One launch gives what three give, to the bit."""
+    g = torch.Generator(device).manual_seed(seed)
+    x, *drawn = (
+        torch.randn(shape, generator=g, device=device).to(dtype)
+        for shape in ((1, 1, inner), *[(n, inner) for n in rows], *[(n,) for n in rows])
+    )
+    weights, biases = drawn[:3], drawn[3:] if with_bias else [None] * 3
+    got = matvec.three(x, weights, biases)
+    for y, weight, bias in zip(got, weights, biases, strict=True):
+        assert torch.equal(y, matvec.matvec(x, weight, bias)), (rows, inner, dtype, with_bias)
+
+
 def gated_case(device, dtype, *, rows, inner, tile, seed):
     x, gate, up, _ = given(rows, inner, dtype, device, seed)
     gate = 3 * gate
@@ -59,6 +72,8 @@ def refusals(device):
         lambda: matvec.matvec(torch.cat([x, x]), weight), lambda: matvec.matvec(x[..., :15], weight),
         lambda: matvec.matvec(x.half(), weight), lambda: matvec.matvec(x, weight, bias[:7]),
         lambda: matvec.matvec(x[..., :8], weight.t()), lambda: matvec.gated(x, weight, weight[:7]),
+        lambda: matvec.three(x, [weight] * 2, [None] * 2), lambda: matvec.three(x, [weight] * 3, [bias, bias, None]),
+        lambda: matvec.three(x, [weight] * 3, [bias, bias, bias[:7]]),
     ):  # fmt: skip
         try:
             wrong()
@@ -75,6 +90,9 @@ def run(device, dtypes):
                 for with_bias in (False, True):
                     matvec_case(device, dtype, rows=rows, inner=inner, with_bias=with_bias, tile=tile, seed=seed)
                 gated_case(device, dtype, rows=rows, inner=inner, tile=tile, seed=seed)
+        for inner, rows in ((100, (33, 7, 7)), (65, (4, 20, 9)), (4096, (64, 16, 16))):
+            for with_bias in (False, True):
+                three_case(device, dtype, inner=inner, rows=rows, with_bias=with_bias, seed=seed)
     print("matvec kernels: all cases agree")
 
 

@@ -6,6 +6,7 @@ across lanes, and across the warps that share a row.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -57,8 +58,7 @@ def matvec(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, tile: Tile 
     """
     rows, inner = weight.shape
     _check(x, weight)
-    if bias is not None and (bias.shape != (rows,) or bias.dtype != x.dtype or not bias.is_contiguous()):
-        raise ValueError(f"bias: expected contiguous {x.dtype} [{rows}], got {bias.dtype} {list(bias.shape)}")
+    _check_bias(x, weight, bias)
     tile = tile or tile_of(inner, x.dtype.itemsize)
     out = torch.empty((*x.shape[:-1], rows), dtype=x.dtype, device=x.device)
     with on_device(x.device):
@@ -66,6 +66,34 @@ def matvec(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, tile: Tile 
             x, weight, bias, out, rows, K=inner, BN=tile.rows, BK=tile.elements, num_warps=tile.warps, num_stages=1,
         )  # fmt: skip
     return out
+
+
+def three(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, Tensor, Tensor]:
+    """`matvec` with three weights in one launch: where one has few rows, the others' keep the memory busy.
+
+    Args:
+        x: [..., K], one token. weights: three [N_i, K]; biases: three [N_i], or None for all.
+
+    Returns:
+        Three [..., N_i].
+
+    Raises:
+        ValueError: a shape, dtype or layout that does not fit.
+    """
+    if len(weights) != 3 or len(biases) != 3 or len({bias is None for bias in biases}) != 1:
+        raise ValueError(f"weights, biases: expected three, and all biases or none, got {len(weights)} and {biases}")
+    for weight, bias in zip(weights, biases, strict=True):
+        _check(x, weight)
+        _check_bias(x, weight, bias)
+    inner, sizes = weights[0].shape[1], [weight.shape[0] for weight in weights]
+    tile = tile_of(inner, x.dtype.itemsize)
+    outs = [torch.empty((*x.shape[:-1], size), dtype=x.dtype, device=x.device) for size in sizes]
+    with on_device(x.device):
+        three_kernel[(sum(triton.cdiv(size, tile.rows) for size in sizes),)](
+            x, *weights, *biases, *outs, *sizes, K=inner, BN=tile.rows, BK=tile.elements,
+            num_warps=tile.warps, num_stages=1,
+        )  # fmt: skip
+    return outs[0], outs[1], outs[2]
 
 
 def gated(x: Tensor, gate: Tensor, up: Tensor, *, tile: Tile | None = None) -> Tensor:
@@ -104,12 +132,40 @@ def _check(x: Tensor, weight: Tensor) -> None:
         raise ValueError("x, weight: expected contiguous tensors, got other strides")
 
 
+def _check_bias(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    rows = weight.shape[0]
+    if bias is not None and (bias.shape != (rows,) or bias.dtype != x.dtype or not bias.is_contiguous()):
+        raise ValueError(f"bias: expected contiguous {x.dtype} [{rows}], got {bias.dtype} {list(bias.shape)}")
+
+
 @triton.jit
 def matvec_kernel(
     p_x, p_weight, p_bias, p_out, n, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of rows,)."""
-    i_n, i_k = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BK)
+    block(p_x, p_weight, p_bias, p_out, tl.program_id(0), n, K, BN, BK)
+
+
+@triton.jit
+def three_kernel(
+    p_x, p_weight0, p_weight1, p_weight2, p_bias0, p_bias1, p_bias2, p_out0, p_out1, p_out2, n0, n1, n2,
+    K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Grid (blocks of rows of one weight after the other,)."""
+    i_block = tl.program_id(0)
+    blocks0, blocks1 = tl.cdiv(n0, BN), tl.cdiv(n1, BN)
+    if i_block < blocks0:
+        block(p_x, p_weight0, p_bias0, p_out0, i_block, n0, K, BN, BK)
+    elif i_block < blocks0 + blocks1:
+        block(p_x, p_weight1, p_bias1, p_out1, i_block - blocks0, n1, K, BN, BK)
+    else:
+        block(p_x, p_weight2, p_bias2, p_out2, i_block - blocks0 - blocks1, n2, K, BN, BK)
+
+
+@triton.jit
+def block(p_x, p_weight, p_bias, p_out, i_block, n, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    """BN rows of weight · x + bias."""
+    i_n, i_k = i_block * BN + tl.arange(0, BN), tl.arange(0, BK)
     # x is read by the pointers of a whole tile: a lane then has it where it has the weights, with no exchange
     p_tile = p_x + tl.zeros([BN, 1], tl.int32) + i_k[None, :]
     p_rows = p_weight + row_offsets(i_n, n, K) + i_k[None, :]
