@@ -26,6 +26,7 @@ from decantkv.eval.engine.rows import Row, RowBatch
 from decantkv.eval.fidelity import compare, costs, output_shift, overlaps
 from decantkv.eval.results import Cell, Store
 from decantkv.eval.sample import Sample
+from decantkv.fused import standins
 from decantkv.scoring.window import AttentionWindow
 from decantkv.selection import Kept
 
@@ -127,6 +128,7 @@ class Runner:
         rows = max((settings.rows for settings in asked), default=1)
         self.reader = Reader(model, rows=rows, needs=needs, memory=self.memory // 4)
         self.graphs = model.device.type == "cuda" if graphs is None else graphs
+        self.standins = standins(model) if self.graphs else ()
         on_cuda, config = model.device.type == "cuda", text_config(model)
         heads = config.num_attention_heads
         group = heads // (getattr(config, "num_key_value_heads", None) or heads)
@@ -258,7 +260,7 @@ class Runner:
             len(row.rest) + max(row.max_new_tokens if self.plan.generate else 0, len(ids)) + 1
             for row, ids in zip(rows, forced, strict=True)
         ) + max(len(row.rest) for row in rows)
-        copies = RowBatch(self.model, rows, room=room, graphs=self.graphs)
+        copies = RowBatch(self.model, rows, room=room, graphs=self.graphs, standins=self.standins)
         measured: list[dict[str, Any]] = [{} for _ in rows]
         if forcing:
             for entry, found, logits, ids in zip(batch, measured, copies.forced_logits(forced), forced, strict=True):

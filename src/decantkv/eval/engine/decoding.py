@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from decantkv.fused import in_place
+
 if TYPE_CHECKING:
     from decantkv.eval.engine.rows import RowBatch
 
@@ -78,12 +80,13 @@ class Decoder:
         """The step as a CUDA graph; a real step warms it up on the stream that captures."""
         side, current = _stream(self.batch.device), torch.cuda.current_stream(self.batch.device)
         side.wait_stream(current)
-        with torch.cuda.stream(side):
-            self._step()
-        current.wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=side):
-            self._step()
+        with in_place(self.batch.standins):
+            with torch.cuda.stream(side):
+                self._step()
+            current.wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=side):
+                self._step()
         return graph.replay
 
 

@@ -17,6 +17,7 @@ from decantkv.eval.engine.attention import attending
 from decantkv.eval.engine.decoding import Decoder
 from decantkv.eval.engine.prompt import Reading
 from decantkv.eval.engine.quantise import quantise_keys, quantise_values
+from decantkv.fused import Standin
 from decantkv.selection import FILLER, Kept
 
 ALIGN = 16  # slots; attention kernels want rows of masks aligned
@@ -113,14 +114,23 @@ class RowLayer(CacheLayerMixin):
 class RowBatch:
     """Rows side by side, each with its own tokens, masks and positions."""
 
-    def __init__(self, model: PreTrainedModel, rows: Sequence[Row], *, room: int, graphs: bool = False) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        rows: Sequence[Row],
+        *,
+        room: int,
+        graphs: bool = False,
+        standins: Sequence[Standin] = (),
+    ) -> None:
         """Gather the rows' tokens.
 
         Args:
             room: new tokens a row may get.
             graphs: replay one captured CUDA graph a step.
+            standins: take the place of the model's small operations in it.
         """
-        self.model, self.rows, self.graphs = model, list(rows), graphs
+        self.model, self.rows, self.graphs, self.standins = model, list(rows), graphs, standins
         self.device = rows[0].reading.keys[0].device
         self.begin = max(row.stored for row in rows)
         self.slots_total = -(-(self.begin + room) // ALIGN) * ALIGN
