@@ -116,9 +116,11 @@ def test_a_stand_in_that_is_wrong_is_found_and_left(tape, monkeypatch):  # noqa:
     options = {"max_new_tokens": 10, **tiny.GREEDY}
     with decantkv.attach(model, budget=0.3, decode="model"):
         plain = model.generate(**INPUTS["one"], **options)
-    with decantkv.attach(model, budget=0.3, decode="own") as run, pytest.warns(UserWarning, match="without stand-ins"):
-        assert torch.equal(model.generate(**INPUTS["one"], **options), plain)
-    assert (run.trust.broken, run.trust.checked, list(run.trust.standins)) == (None, graphs.CHECKED, [])
+    with decantkv.attach(model, budget=0.3, decode="own") as run:
+        with pytest.warns(UserWarning, match="without stand-ins"):
+            got = model.generate(**INPUTS["one"], **options)
+        assert torch.equal(got, plain)
+        assert (run.trust.broken, run.trust.checked, list(run.trust.standins)) == (None, graphs.CHECKED, [])
     assert run.trust.replayed == 10 - 3  # the prompt, the step that takes room, the one that differed
 
 

@@ -145,7 +145,7 @@ def test_recorded_steps_keep_their_stand_ins_through_many_layers_of_bfloat16():
     inputs = on_gpu(INPUTS["one"])
     with decantkv.attach(llama, budget=0.3, decode="own") as run:
         llama.generate(**inputs, max_new_tokens=12, **tiny.GREEDY)
-    assert {standin.name for standin in run.trust.standins} == {"forward", "apply_rotary_pos_emb"}
+        assert {standin.name for standin in run.trust.standins} == {"forward", "apply_rotary_pos_emb"}
     assert (run.trust.broken, run.trust.replayed) == (None, 10)
 
 

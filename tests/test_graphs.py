@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import gc
 import warnings
+import weakref
 from contextlib import contextmanager
 
 import pytest
@@ -152,6 +153,21 @@ def test_a_caches_memory_goes_with_it_and_waits_for_no_collection(tape, settings
     finally:
         gc.enable()
     assert run.trust.replayed
+
+
+def test_neither_a_run_nor_its_cache_holds_the_model_afterwards(tape):
+    model = tiny.llama()
+    options = {"max_new_tokens": STEPS, "return_dict_in_generate": True, **tiny.GREEDY}
+    with decantkv.attach(model, budget=0.3, decode="own") as run:
+        cache = model.generate(**INPUTS["one"], **options)[cache_argument(model)]
+        assert run.trust.standins, "norms"
+    alive = weakref.ref(model)
+    del model
+    tape.clear()
+    gc.collect()
+    assert alive() is None
+    assert run.report().graphed
+    assert cache.get_seq_length() > 100
 
 
 def test_a_full_cache_grows_and_is_recorded_again(tape, monkeypatch):

@@ -20,7 +20,7 @@ from decantkv.allocation import AllocationRule
 from decantkv.bounded import UNBOUNDED, Bounds, Decode
 from decantkv.budget import Budget
 from decantkv.cache import EvictingCache, cache_argument, check_model, decide, defer, deferred, give_up, new_recorder
-from decantkv.fused import standins
+from decantkv.fused import Standin, standins
 from decantkv.generating import check_chunks, first_the_prompt, is_chunked, number_chunk, refuse_continuous_batching
 from decantkv.graphs import StepGraphs, Trust
 from decantkv.inner import Inner
@@ -138,7 +138,7 @@ class Run:
             if not attachment.runs:
                 attachment.remove()
                 del _attached[self._model]
-            self._model = None
+            self._model = self.trust.standins = None  # whoever reads the report later does not hold the weights
 
     def __enter__(self) -> Self:
         return self
@@ -147,6 +147,12 @@ class Run:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.detach()
+
+
+def _standins_of(reference: weakref.ref[PreTrainedModel]) -> Sequence[Standin]:
+    """A model's stand-ins, asked for by caches that may outlive it."""
+    model = reference()
+    return () if model is None else standins(model)
 
 
 class _Attachment:
@@ -228,9 +234,7 @@ class _Attachment:
             refused = "the model is spread over processes"
         if "forward" not in self._overridden and model is not None and graphs.on_gpu(next(model.parameters())):
             trust.broken = "another library has wrapped the model's forward"
-        return StepGraphs(
-            cache.layers, trust, refused, functools.partial(standins, model) if model is not None else tuple
-        )
+        return StepGraphs(cache.layers, trust, refused, functools.partial(_standins_of, self._model))
 
     def _step(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """The model's forward; steps of a generation that this run began come from a CUDA graph where one can be."""
