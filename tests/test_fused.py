@@ -156,7 +156,7 @@ def kernels(monkeypatch):
         "step": SimpleNamespace(norm=_norm, rotate=turn),
     }
     monkeypatch.setattr(fused, "kernels_run_on", lambda device: True)
-    monkeypatch.setattr(fused, "_kernels", modules.__getitem__)
+    monkeypatch.setattr(fused, "kernels_on", lambda device, name: modules[name])
     return ran
 
 
@@ -233,7 +233,7 @@ def test_a_linear_layer_that_is_more_or_less_than_torchs_is_left_alone(kernels, 
 
 def test_a_linear_layer_whose_kernel_is_wrong_is_left_alone(kernels, monkeypatch):
     wrong = SimpleNamespace(matvec=lambda x, weight, bias: 1.1 * _matvec(x, weight, bias), gated=_silu_times)
-    monkeypatch.setattr(fused, "_kernels", lambda name: wrong)
+    monkeypatch.setattr(fused, "kernels_on", lambda device, name: wrong)
     assert not fused.standins(torch.nn.Sequential(bare()))
 
 

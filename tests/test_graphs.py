@@ -101,7 +101,7 @@ def tape(monkeypatch):
             yield
 
     monkeypatch.setattr(ragged.RaggedStore, "attend", attend)
-    monkeypatch.setattr(graphs, "_capturing", capturing)
+    monkeypatch.setattr(graphs, "capturing", capturing)
     monkeypatch.setattr(graphs, "_rehearsing", rehearsing)
     monkeypatch.setattr(graphs, "on_gpu", lambda x: True)
     return tapes
@@ -161,13 +161,16 @@ def test_neither_a_run_nor_its_cache_holds_the_model_afterwards(tape):
     with decantkv.attach(model, budget=0.3, decode="own") as run:
         cache = model.generate(**INPUTS["one"], **options)[cache_argument(model)]
         assert run.trust.standins, "norms"
-    alive = weakref.ref(model)
+    alive, weight = weakref.ref(model), weakref.ref(model.model.norm.weight)
     del model
     tape.clear()
     gc.collect()
     assert alive() is None
-    assert run.report().graphed
     assert cache.get_seq_length() > 100
+    del cache  # whose tape holds what it read
+    gc.collect()
+    assert weight() is None
+    assert run.report().graphed
 
 
 def test_a_full_cache_grows_and_is_recorded_again(tape, monkeypatch):
@@ -228,7 +231,7 @@ def test_a_capture_that_fails_after_all_goes_on_without(tape, monkeypatch):
         yield None
         raise torch.cuda.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(graphs, "_capturing", failing)
+    monkeypatch.setattr(graphs, "capturing", failing)
     with pytest.warns(UserWarning, match="out of memory"):
         plain, graphed, run = both(tiny.llama(), INPUTS["padded"])
     assert torch.equal(plain.sequences, graphed.sequences)

@@ -39,7 +39,7 @@ def kernel(monkeypatch):
 
     fake = Kernel()
     monkeypatch.setattr(decode, "decode_kernel", fake)
-    monkeypatch.setattr(ragged, "_kernels", lambda x, name: decode if name == "decode" else None)
+    monkeypatch.setattr(ragged, "kernels_on", lambda device, name: decode if name == "decode" else None)
     monkeypatch.setattr(decode, "device_of", lambda device: Device("cuda", 132, 227 * 1024, warpgroups=True))
     return fake
 

@@ -9,7 +9,6 @@ compared with the model's own forward like any other.
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeGuard
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from decantkv.interface import modeling_files
-from decantkv.versions import kernels_run_on
+from decantkv.versions import kernels_on, kernels_run_on
 
 
 class Standin(NamedTuple):
@@ -35,19 +34,25 @@ class Standin(NamedTuple):
     call: Callable[..., Any]
 
 
-def standins(model: nn.Module) -> list[Standin]:
+def standins(model: nn.Module, *, one_token: bool = True) -> list[Standin]:
     """What can stand in for a model's norms, rotary embeddings, linear layers and gated MLPs.
+
+    Args:
+        one_token: whether a step may compute one token alone, as the stand-ins of linear layers do.
 
     Computes and waits, so before any recording. Modules whose forward another library replaced stay as they are, and
     linear layers and MLPs with hooks.
     """
     tried: dict[Any, bool] = {}
     found: list[Standin] = []
+    together: set[nn.Module] = set()  # projections that their attention layer has taken, which comes before them
     for part in model.modules():
-        together = _three(part, tried)
-        found += [Standin(vars(projection), "forward", call) for projection, call in together]
-        taken = any(standin.home is vars(part) for standin in found)  # by the attention layer it is a part of
-        call = None if taken else _norm(part) or _linear(part, tried) or _gated(part)
+        call = _norm(part)
+        if one_token and part not in together:
+            three = _three(part, tried)
+            together |= {projection for projection, _ in three}
+            found += [Standin(vars(projection), "forward", made) for projection, made in three]
+            call = call or _linear(part, tried) or _gated(part)
         if call is not None:
             found.append(Standin(vars(part), "forward", call))
     device, dtype = next(model.parameters()).device, next(model.parameters()).dtype
@@ -90,8 +95,9 @@ def _norm(part: nn.Module) -> Callable[[Tensor], Tensor] | None:
 
 
 def _rms_norm(x: Tensor, *, weight: Tensor, eps: float) -> Tensor:
-    if kernels_run_on(x.device) and x.dtype == weight.dtype:
-        normed: Tensor = _kernels("step").norm(x, weight, eps)
+    step = kernels_on(x.device, "step") if x.dtype == weight.dtype else None
+    if step is not None:
+        normed: Tensor = step.norm(x, weight, eps)
         return normed
     return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
 
@@ -100,7 +106,7 @@ def _linear(part: nn.Module, tried: dict[Any, bool]) -> Callable[[Tensor], Tenso
     """One pass over a linear layer's weight; each shape is tried once."""
     if not _plain_linear(part):
         return None
-    weight, matvec = part.weight, _kernels("matvec").matvec
+    weight, matvec = part.weight, kernels_on(part.weight.device, "matvec").matvec
     call = _one_token(part, weight, lambda x: matvec(x, part.weight, part.bias))
     key = weight.shape, weight.dtype, weight.device, part.bias is None
     if key not in tried:
@@ -116,7 +122,7 @@ def _three(part: nn.Module, tried: dict[Any, bool]) -> list[tuple[nn.Linear, Cal
     parts = [x for x in found if _plain_linear(x)]
     if len(parts) != 3 or len({(x.weight.shape[1], x.weight.dtype, x.bias is None) for x in parts}) != 1:
         return []
-    shared = _Shared(parts, _kernels("matvec").three)
+    shared = _Shared(parts, kernels_on(parts[0].weight.device, "matvec").three)
     calls = [_one_token(x, x.weight, functools.partial(shared, i)) for i, x in enumerate(parts)]
     key = tuple((x.weight.shape, x.weight.dtype, x.weight.device, x.bias is None) for x in parts)
     if key not in tried:
@@ -155,7 +161,7 @@ def _gated(part: nn.Module) -> Callable[[Tensor], Tensor] | None:
         return None
     if type(act).__name__ not in ("SiLU", "SiLUActivation") or _hooked(act):
         return None
-    kernel = _kernels("matvec").gated
+    kernel = kernels_on(gate.weight.device, "matvec").gated
     call = _one_token(part, gate.weight, lambda x: down(kernel(x, gate.weight, up.weight)))
     x = _random((1, 1, gate.weight.shape[1]), gate.weight.device, gate.weight.dtype)
     with torch.no_grad():
@@ -199,9 +205,8 @@ def _one_token(part: nn.Module, weight: Tensor, call: Callable[[Tensor], Tensor]
 
 def _rotary(original: Callable[..., Any], device: torch.device, dtype: torch.dtype) -> Callable[..., Any] | None:
     """One launch that turns queries and keys, where a model turns them by halves."""
-    if not kernels_run_on(device):
-        return None
-    return standing_in(original, _kernels("step").rotate, device, dtype)
+    step = kernels_on(device, "step")
+    return None if step is None else standing_in(original, step.rotate, device, dtype)
 
 
 def standing_in(
@@ -240,8 +245,3 @@ def _random(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) ->
     """Normal numbers that leave torch's own generators, and so what a user samples, alone."""
     generator = torch.Generator(device).manual_seed(0)
     return torch.randn(shape, generator=generator, device=device, dtype=dtype)
-
-
-def _kernels(name: str) -> Any:
-    """A module of kernels: importing one needs the package triton."""
-    return importlib.import_module(f"decantkv.kernels.{name}")

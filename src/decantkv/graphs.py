@@ -5,13 +5,14 @@ under capture, with ids and positions in tensors that stay; afterwards only thos
 Lengths live on the device and move inside the graph; what Python counts is counted beside it.
 
 A step is rehearsed before it is recorded, with every wait of the host an error, and a graph is trusted only after two
-of its steps gave what the plain forward gives: logits, new keys and lengths. In the recorded step norms and rotary
-embeddings take fewer launches (`fused`).
+of its steps gave what the plain forward gives: logits, new keys and lengths. In the recorded step norms, rotary
+embeddings and linear layers take fewer launches (`fused`).
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -242,7 +243,7 @@ class StepGraphs:
         ids, position = kwargs["input_ids"].clone(), kwargs["position_ids"].clone()
         before = self._snapshot()
         try:
-            with _capturing(ids.device) as graph:
+            with capturing(ids.device) as graph:
                 out = self._bare(original, kwargs, ids, position)
         except (RuntimeError, ValueError) as error:
             self._restore(before)
@@ -292,20 +293,16 @@ class _Step:
         return out
 
 
-_streams: dict[torch.device, torch.cuda.Stream] = {}  # one a device: cuBLAS keeps a workspace for each it meets
-
-
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    """Where steps of a device are rehearsed and captured."""
-    if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)
-    return _streams[device]
+@functools.cache
+def capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """Where a device's steps are rehearsed and captured: one for all, as cuBLAS keeps a workspace for each it meets."""
+    return torch.cuda.Stream(device)
 
 
 @contextmanager
 def _rehearsing(device: torch.device) -> Iterator[None]:
     """On the stream that will capture, with every wait of the host for the device an error."""
-    side, current, mode = _stream(device), torch.cuda.current_stream(device), torch.cuda.get_sync_debug_mode()
+    side, current, mode = capture_stream(device), torch.cuda.current_stream(device), torch.cuda.get_sync_debug_mode()
     side.wait_stream(current)
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -317,13 +314,13 @@ def _rehearsing(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def _capturing(device: torch.device) -> Iterator[Any]:
+def capturing(device: torch.device) -> Iterator[Any]:
     """A CUDA graph of what happens inside; nothing does yet."""
     graph, collecting = torch.cuda.CUDAGraph(), gc.isenabled()
     torch.cuda.synchronize(device)
     gc.disable()  # what a collection frees, it may free by calls that no capture allows
     try:
-        with torch.cuda.graph(graph, stream=_stream(device), capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, stream=capture_stream(device), capture_error_mode="thread_local"):
             yield graph
     finally:
         if collecting:

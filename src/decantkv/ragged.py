@@ -7,15 +7,14 @@ for new tokens is taken when the first one comes, the same for every lane, and a
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from decantkv.selection import FILLER, Kept
-from decantkv.versions import kernels_run_on
+from decantkv.versions import kernels_on
 
 if TYPE_CHECKING:
     from decantkv.kernels.decode import Splits
@@ -101,7 +100,7 @@ class RaggedStore:
 
     def _append_at_once(self, keys: Tensor, values: Tensor) -> bool:
         """Whether one launch wrote the new tokens and counted them."""
-        step = _kernels(keys, "step")
+        step = kernels_on(keys.device, "step")
         if step is None or keys.shape[2] > step.MOST_TOKENS or not keys.dtype == values.dtype == self.keys.dtype:
             return False
         step.append(keys, values, (self.keys, self.values), self.starts, self.lens)
@@ -124,7 +123,7 @@ class RaggedStore:
         Returns:
             [B, HQ, T, Dv] in q's dtype. Rows of queries that were pads hold nothing of use.
         """
-        kernel = _kernels(q, "decode")
+        kernel = kernels_on(q.device, "decode")
         if kernel is None or kernel.unsupported(q, self.keys, self.values) is not None:
             return self._attend_in_tiles(q, scale, softcap, sink_logits)
         if self._splits is None:
@@ -322,8 +321,3 @@ class RaggedStore:
     def _layout(self, lens: Tensor, room: int) -> None:
         capacity = lens + room
         self.lens, self.starts, self.room, self._splits = lens, capacity.cumsum(0) - capacity, room, None
-
-
-def _kernels(x: Tensor, name: str) -> Any:
-    """One of the kernels' modules where they run; None elsewhere."""
-    return importlib.import_module(f"decantkv.kernels.{name}") if kernels_run_on(x.device) else None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version
 
@@ -30,3 +31,8 @@ def transformers_fits(version: str) -> bool:
 def kernels_run_on(device: torch.device) -> bool:
     """Whether the Triton kernels have a device and their package."""
     return device.type == "cuda" and importlib.util.find_spec("triton") is not None
+
+
+def kernels_on(device: torch.device, name: str) -> Any:
+    """One of the kernels' modules, such as "decode", where they run; None elsewhere."""
+    return importlib.import_module(f"decantkv.kernels.{name}") if kernels_run_on(device) else None

@@ -94,12 +94,17 @@ def spilled(kernel, target):
     if target.backend == "hip":
         notes = [line for line in kernel.asm["amdgcn"].splitlines() if ".vgpr_spill_count:" in line]
         return int(notes[0].split(":")[1])
+    return used(kernel, "STACK")
+
+
+def used(kernel, resource):
+    """What ptxas gave a kernel for NVIDIA of a resource, such as REG a thread."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
         usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    return int(usage.split("STACK:")[1].split()[0])
+    return int(usage.split(f"{resource}:")[1].split()[0])
 
 
 def scoring(name, *, rows=32, g=4, dim=128, dtype="bf16", pads=False, page=0, only=None):

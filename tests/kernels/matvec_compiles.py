@@ -3,31 +3,16 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
-
-import triton
 
 from decantkv.kernels import matvec
-from tests.kernels.compiles import TARGETS, compiled, spilled
+from tests.kernels.compiles import TARGETS, compiled, spilled, used
 
 NARROW, MANY = (1000, 100), (14336, 4096)
 SHAPES = (NARROW, (1024, 4096), (4096, 14336), MANY, (3584, 18944), (512, 3584))  # rows, elements of each
 WIDE_READ = re.compile(r"ld\.global\S*\.v4\.b32")
 STATEMENT = re.compile(r"(?:@!?%p\d+\s+)?([a-z]\S*)")
 LABEL = re.compile(r"(\$L\w+):")
-
-
-def registers(made):
-    """Registers a thread, as ptxas gave them."""
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(made.asm["cubin"])
-        file.flush()
-        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    return int(usage.split("REG:")[1].split()[0])
 
 
 def loops(ptx):
@@ -65,7 +50,7 @@ def check(name, kernel, constants, dtype, rows, inner):
     if target.backend == "cuda" and (rows, inner) != NARROW and kernel is not matvec.three_kernel:  # three of the same
         check_reads(made.asm["ptx"], rows, inner, dtype)
     if target.backend == "cuda" and "-v" in sys.argv:
-        print(*what, tile, "bias" if "p_bias" not in constants and not fused else "", registers(made), "registers")
+        print(*what, tile, "bias" if "p_bias" not in constants and not fused else "", used(made, "REG"), "registers")
 
 
 if __name__ == "__main__":

@@ -128,7 +128,7 @@ class Runner:
         rows = max((settings.rows for settings in asked), default=1)
         self.reader = Reader(model, rows=rows, needs=needs, memory=self.memory // 4)
         self.graphs = model.device.type == "cuda" if graphs is None else graphs
-        self.standins = standins(model) if self.graphs else ()
+        self.standins = standins(model, one_token=False) if self.graphs else ()
         on_cuda, config = model.device.type == "cuda", text_config(model)
         heads = config.num_attention_heads
         group = heads // (getattr(config, "num_key_value_heads", None) or heads)

@@ -7,7 +7,7 @@ across lanes, and across the warps that share a row.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -59,12 +59,7 @@ def matvec(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, tile: Tile 
     rows, inner = weight.shape
     _check(x, weight)
     _check_bias(x, weight, bias)
-    tile = tile or tile_of(inner, x.dtype.itemsize)
-    out = torch.empty((*x.shape[:-1], rows), dtype=x.dtype, device=x.device)
-    with on_device(x.device):
-        matvec_kernel[(triton.cdiv(rows, tile.rows),)](
-            x, weight, bias, out, rows, K=inner, BN=tile.rows, BK=tile.elements, num_warps=tile.warps, num_stages=1,
-        )  # fmt: skip
+    (out,) = _launch(matvec_kernel, x, (weight, bias), [rows], tile or tile_of(inner, x.dtype.itemsize))
     return out
 
 
@@ -86,14 +81,8 @@ def three(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None])
         _check(x, weight)
         _check_bias(x, weight, bias)
     inner, sizes = weights[0].shape[1], [weight.shape[0] for weight in weights]
-    tile = tile_of(inner, x.dtype.itemsize)
-    outs = [torch.empty((*x.shape[:-1], size), dtype=x.dtype, device=x.device) for size in sizes]
-    with on_device(x.device):
-        three_kernel[(sum(triton.cdiv(size, tile.rows) for size in sizes),)](
-            x, *weights, *biases, *outs, *sizes, K=inner, BN=tile.rows, BK=tile.elements,
-            num_warps=tile.warps, num_stages=1,
-        )  # fmt: skip
-    return outs[0], outs[1], outs[2]
+    one, two, other = _launch(three_kernel, x, (*weights, *biases), sizes, tile_of(inner, x.dtype.itemsize))
+    return one, two, other
 
 
 def gated(x: Tensor, gate: Tensor, up: Tensor, *, tile: Tile | None = None) -> Tensor:
@@ -114,13 +103,19 @@ def gated(x: Tensor, gate: Tensor, up: Tensor, *, tile: Tile | None = None) -> T
     _check(x, up)
     if up.shape != gate.shape:
         raise ValueError(f"up: expected gate's shape {list(gate.shape)}, got {list(up.shape)}")
-    tile = tile or gated_tile(inner, x.dtype.itemsize)
-    out = torch.empty((*x.shape[:-1], rows), dtype=x.dtype, device=x.device)
-    with on_device(x.device):
-        gated_kernel[(triton.cdiv(rows, tile.rows),)](
-            x, gate, up, out, rows, K=inner, BN=tile.rows, BK=tile.elements, num_warps=tile.warps, num_stages=1,
-        )  # fmt: skip
+    (out,) = _launch(gated_kernel, x, (gate, up), [rows], tile or gated_tile(inner, x.dtype.itemsize))
     return out
+
+
+def _launch(kernel: Any, x: Tensor, read: Sequence[Tensor | None], sizes: Sequence[int], tile: Tile) -> list[Tensor]:
+    """Outputs [..., size], a program for each block of their rows."""
+    outs = [torch.empty((*x.shape[:-1], size), dtype=x.dtype, device=x.device) for size in sizes]
+    with on_device(x.device):
+        kernel[(sum(triton.cdiv(size, tile.rows) for size in sizes),)](
+            x, *read, *outs, *sizes, K=x.shape[-1], BN=tile.rows, BK=tile.elements,
+            num_warps=tile.warps, num_stages=1,
+        )  # fmt: skip
+    return outs
 
 
 def _check(x: Tensor, weight: Tensor) -> None:

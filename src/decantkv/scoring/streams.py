@@ -1,12 +1,12 @@
 """Quantities of keys and values without window rows, in one stream over tiles of keys, in at least float32.
 
-Each has one implementation, on any device, but for the projected norms, which have a kernel on CUDA as well; tests hold
-them against straight-line float64.
+Each has one implementation, on any device, but for the projected norms, which a kernel computes on CUDA where it takes
+them; `impl` names who computes a window's quantities and says nothing of these. Tests hold them against straight-line
+float64.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ from decantkv import scoring
 from decantkv.options import Impl
 from decantkv.scoring.scratch import scratch_bytes
 from decantkv.scoring.window import AttentionWindow
-from decantkv.versions import kernels_run_on
+from decantkv.versions import kernels_on
 
 QUERY_BLOCK = 64  # prompt positions whose attention is summed at once
 
@@ -57,11 +57,10 @@ def projected_norm(win: AttentionWindow, w_o: Tensor) -> Tensor:
     Returns:
         [B, H, N] float32.
     """
-    if kernels_run_on(win.v.device):
-        kernel = importlib.import_module("decantkv.kernels.project")
-        if kernel.unsupported(win.v, w_o) is None:
-            normed: Tensor = kernel.projected_norm(win.v, w_o)
-            return normed
+    kernel = kernels_on(win.v.device, "project")
+    if kernel is not None and kernel.unsupported(win.v, w_o) is None:
+        normed: Tensor = kernel.projected_norm(win.v, w_o)
+        return normed
     norms = torch.zeros(win.k.shape[:3], dtype=torch.float32, device=win.k.device)
     for start, stop in _tiles(win, w_o.shape[2]):
         for head in range(w_o.shape[0]):

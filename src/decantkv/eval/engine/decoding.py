@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from decantkv.fused import in_place
+from decantkv.graphs import capture_stream, capturing
 
 if TYPE_CHECKING:
     from decantkv.eval.engine.rows import RowBatch
@@ -78,19 +78,13 @@ class Decoder:
 
     def _captured(self) -> Any:
         """The step as a CUDA graph; a real step warms it up on the stream that captures."""
-        side, current = _stream(self.batch.device), torch.cuda.current_stream(self.batch.device)
+        device = self.batch.device
+        side, current = capture_stream(device), torch.cuda.current_stream(device)
         side.wait_stream(current)
         with in_place(self.batch.standins):
             with torch.cuda.stream(side):
                 self._step()
             current.wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=side):
+            with capturing(device) as graph:
                 self._step()
         return graph.replay
-
-
-@functools.cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    """Where a device's steps are captured: one for all, as cuBLAS keeps a workspace for each stream it meets."""
-    return torch.cuda.Stream(device)
