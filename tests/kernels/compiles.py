@@ -36,9 +36,8 @@ TARGETS = {
     "gfx942": (GPUTarget("hip", "gfx942", 64), Device("hip", 304, 65536)),
 }
 WORDS = {
-    **dict.fromkeys(
-        ("p_part", "p_rows", "p_lse", "p_score", "p_token", "p_cost", "p_sink", "p_metric", "p_norm", "p_unit"), "*fp32"
-    ),
+    **dict.fromkeys(("p_part", "p_rows", "p_lse", "p_mass", "p_score", "p_token", "p_cost", "p_sink"), "*fp32"),
+    **dict.fromkeys(("p_metric", "p_norm", "p_unit"), "*fp32"),
     **dict.fromkeys(("p_start", "p_starts", "p_lens", "p_index", "p_need", "p_first"), "*i64"),
     **dict.fromkeys(("p_order", "p_bins", "p_count", "p_table", "p_lengths"), "*i32"),
     "p_forced": "*i1",

@@ -1,8 +1,8 @@
 """Quantities of keys and values without window rows, in one stream over tiles of keys, in at least float32.
 
-Each has one implementation, on any device, but for the projected norms, which a kernel computes on CUDA where it takes
-them; `impl` names who computes a window's quantities and says nothing of these. Tests hold them against straight-line
-float64.
+Each has one implementation, on any device, but for two which a kernel computes on CUDA where it takes the input: the
+projected norms, and a prompt's column sums, unless `impl` names another. Otherwise `impl` names who computes a window's
+quantities and says nothing of these. Tests hold them against straight-line float64.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ QUERY_BLOCK = 64  # prompt positions whose attention is summed at once
 def column_mass(win: AttentionWindow, queries: Tensor, *, impl: Impl = "auto") -> Tensor:
     """H2O's Σ_i p_ij over every query i of the prompt, mean over the group, without an N×N matrix.
 
-    Each block of queries is a window of its own over the keys up to its end.
+    Without its kernel each block of queries is a window of its own over the keys up to its end.
 
     Args:
         queries: [B, HQ, N, D].
+        impl: as for `scoring.compute`.
 
     Returns:
         [B, H, N] float32.
@@ -38,6 +39,12 @@ def column_mass(win: AttentionWindow, queries: Tensor, *, impl: Impl = "auto") -
     """
     if win.mask is not None:
         raise ValueError("mask: expected plainly causal attention, which all of the prompt's queries share, got a mask")
+    kernel = kernels_on(win.k.device, "mass") if impl in ("auto", "triton") else None
+    if kernel is not None and kernel.unsupported(queries, win.k) is None:
+        first = None if win.lengths is None else win.kv_len - win.lengths.to(win.k.device)
+        options = {"softcap": win.softcap, "sink_logits": win.sink_logits}
+        mass: Tensor = kernel.column_mass(queries, win.k, scale=win.scale, start=first, **options)
+        return mass
     scores = torch.zeros(win.k.shape[:3], dtype=torch.float32, device=win.k.device)
     for start in range(0, win.kv_len, QUERY_BLOCK):
         stop = min(start + QUERY_BLOCK, win.kv_len)

@@ -1,0 +1,179 @@
+"""H2O's Σ_i p_ij over every query of a prompt: softmax denominators in one launch, the columns' sums in a second."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from decantkv.kernels.blocks import Device, padded_dim
+from decantkv.kernels.launcher import on_device
+from decantkv.kernels.plan import device_of, precision_of
+from decantkv.kernels.primitives import LOG2E, dot, finite, normal_or_zero, to_logits2
+
+MAX_DIM = 256  # 128 in float32, whose three products of split operands would not fit
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class Tiles(NamedTuple):
+    """Queries or keys a program holds, those of the other kind it reads at once, warps, stages."""
+
+    held: int
+    passing: int
+    warps: int
+    stages: int
+
+
+def unsupported(q: Tensor, k: Tensor) -> str | None:
+    """Why the kernels cannot take this input, or None."""
+    if q.dtype != k.dtype or k.dtype not in DTYPES:
+        return f"queries and keys are {q.dtype} and {k.dtype}, not both one of bfloat16, float16, float32"
+    most = MAX_DIM // 2 if k.dtype == torch.float32 else MAX_DIM
+    if k.shape[3] > most:
+        return f"head_dim {k.shape[3]} is above {most}"
+    if q.stride(3) != 1 or k.stride(3) != 1:
+        return "the last dimension of the queries or keys is not contiguous"
+    return None
+
+
+def tiles(itemsize: int, dim: int, device: Device) -> Tiles:
+    """How both kernels are cut."""
+    if itemsize == 4:
+        return Tiles(32, 16, 4, 1)
+    if dim > 128:
+        return Tiles(64, 32, 4, 2)
+    return Tiles(128, 64, 8, 3) if device.warpgroups else Tiles(64, 64, 4, 2)
+
+
+def column_mass(
+    q: Tensor,
+    k: Tensor,
+    *,
+    scale: float,
+    start: Tensor | None = None,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
+) -> Tensor:
+    """Σ_i p_ij over every query i, causal, mean over a KV head's group; no N×N matrix is stored.
+
+    Args:
+        q: [B, HQ, N, D]; k: [B, H, N, D]; one dtype, the last dimension contiguous, other strides free.
+        start: [B] integers, the first real token of each row; None: all are real.
+        sink_logits: [HQ] learned logits that take part in every softmax.
+
+    Returns:
+        [B, H, N] float32; 0 at pads.
+
+    Raises:
+        ValueError: a dtype, head_dim or layout that the kernels do not take.
+    """
+    if (reason := unsupported(q, k)) is not None:
+        raise ValueError(f"q, k: {reason}")
+    (batch, heads, length, dim), num_heads = k.shape, q.shape[1]
+    device = device_of(k.device)
+    cut = tiles(k.dtype.itemsize, dim, device)
+    lse2 = torch.empty(batch, num_heads, length, dtype=torch.float32, device=k.device)
+    mass = torch.empty(batch, heads, length, dtype=torch.float32, device=k.device)
+    factor, cap2 = (scale * LOG2E, 0.0) if softcap is None else (scale / softcap, softcap * LOG2E)
+    sinks = None if sink_logits is None else sink_logits.float().contiguous()
+    strides = (*q.stride()[:3], *k.stride()[:3])
+    blocks = triton.cdiv(length, cut.held)
+    options = {
+        "G": num_heads // heads, "D": dim, "BD": padded_dim(dim), "HELD": cut.held, "PASSING": cut.passing,
+        "CAPPED": softcap is not None, "PRECISION": precision_of(k.dtype, device),
+        "num_warps": cut.warps, "num_stages": cut.stages,
+    }  # fmt: skip
+    with on_device(k.device):
+        denominators_kernel[(blocks, batch * num_heads)](
+            q, k, lse2, start, sinks, length, factor, cap2, *strides, num_heads, **options
+        )
+        columns_kernel[(blocks, batch * heads)](
+            q, k, lse2, mass, start, length, factor, cap2, *strides, heads, **options
+        )
+    return mass
+
+
+@triton.jit
+def denominators_kernel(
+    p_q, p_k, p_lse, p_start, p_sink, length, scale, cap2, sqb, sqh, sqn, skb, skh, skn, num_heads,
+    G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, HELD: tl.constexpr, PASSING: tl.constexpr,
+    CAPPED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Grid (blocks of queries, B·HQ): base-2 log-sum-exp of every query [B, HQ, N], +inf where it sees nothing."""
+    i_bq = tl.program_id(1)
+    i_b, i_q = (i_bq // num_heads).to(tl.int64), i_bq % num_heads
+    # the last queries see most keys: their programs begin first
+    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * HELD
+    i, d = first + tl.arange(0, HELD), tl.arange(0, BD)
+    o_q = i.to(tl.int64)[:, None] * sqn + d[None, :]
+    p_q += i_b * sqb + i_q.to(tl.int64) * sqh
+    b_q = tl.load(p_q + o_q, mask=(i < length)[:, None] & (d < D)[None, :], other=0.0)  # [HELD, BD]
+    p_k += i_b * skb + (i_q // G).to(tl.int64) * skh
+    begin = 0 if p_start is None else tl.load(p_start + i_b).to(tl.int32)
+    m = tl.full([HELD], float("-inf"), tl.float32)
+    weight = tl.zeros([HELD], tl.float32)
+    if p_sink is not None:
+        m = tl.zeros([HELD], tl.float32) + tl.load(p_sink + i_q) * 1.4426950408889634
+        weight += 1.0
+    plain = begin + tl.maximum(first - begin, 0) // PASSING * PASSING  # keys before it are seen by all queries held
+    for n0 in range(begin, plain, PASSING):
+        n = n0 + tl.arange(0, PASSING)
+        b_k = tl.load(p_k + n.to(tl.int64)[:, None] * skn + d[None, :], mask=(d < D)[None, :], other=0.0)
+        s = to_logits2(dot(b_q, tl.trans(b_k), PRECISION), scale, cap2, CAPPED)  # [HELD, PASSING]
+        m_new = tl.maximum(m, tl.max(s, 1))
+        weight = weight * tl.exp2(m - m_new) + tl.sum(tl.exp2(s - m_new[:, None]), 1)
+        m = m_new
+    for n0 in range(plain, tl.minimum(first + HELD, length), PASSING):
+        n = n0 + tl.arange(0, PASSING)
+        m_n = n < length
+        b_k = tl.load(p_k + n.to(tl.int64)[:, None] * skn + d[None, :], mask=m_n[:, None] & (d < D)[None, :], other=0.0)
+        s = to_logits2(dot(b_q, tl.trans(b_k), PRECISION), scale, cap2, CAPPED)
+        s = tl.where(m_n[None, :] & (n[None, :] <= i[:, None]), s, float("-inf"))
+        m_new = tl.maximum(m, tl.max(s, 1))
+        weight = weight * tl.exp2(m - finite(m_new)) + tl.sum(tl.exp2(s - finite(m_new)[:, None]), 1)
+        m = m_new
+    seen = (weight > 0) & (i >= begin)
+    lse2 = tl.where(seen, finite(m) + tl.log2(tl.where(seen, weight, 1.0)), float("inf"))
+    tl.store(p_lse + i_bq.to(tl.int64) * length + i, lse2, mask=i < length)
+
+
+@triton.jit
+def columns_kernel(
+    p_q, p_k, p_lse, p_mass, p_start, length, scale, cap2, sqb, sqh, sqn, skb, skh, skn, heads,
+    G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, HELD: tl.constexpr, PASSING: tl.constexpr,
+    CAPPED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Grid (blocks of keys, B·H): [B, H, N] float32, the weights of a block of queries at a time."""
+    i_bh = tl.program_id(1)
+    i_b, i_h = (i_bh // heads).to(tl.int64), i_bh % heads
+    first = tl.program_id(0) * HELD
+    n, d = first + tl.arange(0, HELD), tl.arange(0, BD)
+    m_n = n < length
+    p_k += i_b * skb + i_h.to(tl.int64) * skh
+    b_k = tl.load(p_k + n.to(tl.int64)[:, None] * skn + d[None, :], mask=m_n[:, None] & (d < D)[None, :], other=0.0)
+    begin = 0 if p_start is None else tl.load(p_start + i_b).to(tl.int32)
+    weight = tl.zeros([HELD, PASSING], tl.float32)
+    for head in range(0, G):
+        p_qh = p_q + i_b * sqb + (i_h * G + head).to(tl.int64) * sqh
+        p_lseh = p_lse + (i_bh.to(tl.int64) * G + head) * length
+        for i0 in range(first, tl.minimum(first + HELD, length), PASSING):  # the diagonal
+            i = i0 + tl.arange(0, PASSING)
+            m_i = i < length
+            o_q = i.to(tl.int64)[:, None] * sqn + d[None, :]
+            b_q = tl.load(p_qh + o_q, mask=m_i[:, None] & (d < D)[None, :], other=0.0)  # [PASSING, BD]
+            lse2 = tl.load(p_lseh + i, mask=m_i, other=float("inf"))
+            s = to_logits2(dot(b_k, tl.trans(b_q), PRECISION), scale, cap2, CAPPED)  # [HELD, PASSING]
+            weight += tl.where(n[:, None] <= i[None, :], tl.exp2(s - lse2[None, :]), 0.0)
+        for i0 in range(first + HELD, length, PASSING):
+            i = i0 + tl.arange(0, PASSING)
+            m_i = i < length
+            o_q = i.to(tl.int64)[:, None] * sqn + d[None, :]
+            b_q = tl.load(p_qh + o_q, mask=m_i[:, None] & (d < D)[None, :], other=0.0)
+            lse2 = tl.load(p_lseh + i, mask=m_i, other=float("inf"))
+            s = to_logits2(dot(b_k, tl.trans(b_q), PRECISION), scale, cap2, CAPPED)
+            weight += tl.exp2(s - lse2[None, :])
+    mass = tl.where(n >= begin, normal_or_zero(tl.sum(weight, 1) / G), 0.0)
+    tl.store(p_mass + i_bh.to(tl.int64) * length + n, mass, mask=m_n)
