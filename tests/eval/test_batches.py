@@ -54,7 +54,7 @@ def test_every_row_is_in_one_batch_within_limits_and_prompt_by_prompt(drawn, mos
         assert len(batch) <= most
         assert len(batch) == 1 or size_of(e.row for e in batch).nbytes(3) <= memory
         assert max(stored) <= max(SMALL, SPREAD * min(stored))
-        assert not apart or len({bool(e.row.rest) for e in batch}) == 1
+        assert len({bool(e.row.rest) for e in batch}) == 1
         runs = [id(e.row.reading) for e in batch]
         assert sum(a != b for a, b in itertools.pairwise(runs)) == len(set(runs)) - 1
 

@@ -60,11 +60,12 @@ def plainly(model, ids, cut, policy):
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("lanes", [False, True], ids=["masks", "lanes"])
 @pytest.mark.parametrize("cut", [CUT, PROMPT], ids=["agnostic", "aware"])
-def test_rows_answer_as_attach_and_generate_do(model, ids, read, cut):
+def test_rows_answer_as_attach_and_generate_do(model, ids, read, cut, lanes):
     reading, kept = read
     rows = [Row(reading, cut, tuple(ids[cut:]), kept[p.label, cut], max_new_tokens=NEW) for p in POLICIES]
-    answers = RowBatch(model, rows, room=NEW + PROMPT).generate()
+    answers = RowBatch(model, rows, room=NEW + PROMPT, lanes=lanes).generate()
     plain = {policy.label: plainly(model, ids, cut, policy) for policy in POLICIES}
     assert dict(zip(plain, answers, strict=True)) == plain
     assert len({tuple(answer) for answer in answers}) > 3  # the policies do differ
@@ -76,6 +77,28 @@ def test_the_full_row_answers_as_the_untouched_model_in_either_regime(model, ids
     plain = model.generate(x, max_new_tokens=NEW, do_sample=False, eos_token_id=10**6, pad_token_id=0)[0, PROMPT:]
     rows = [Row(read[0], cut, tuple(ids[cut:]), max_new_tokens=NEW) for cut in (CUT, PROMPT)]
     assert RowBatch(model, rows, room=NEW + PROMPT).generate() == [plain.tolist()] * 2
+
+
+def test_lanes_hold_what_is_shown_in_its_order_whatever_lies_between(model, ids, read):
+    reading, kept = read
+    pairs = [("adadropkv", CUT), ("dropkv", PROMPT), ("dropkv[allocation=layer]", CUT), ("random", CUT)]
+    rows = [
+        Row(reading, cut, tuple(ids[cut : PROMPT - i]), kept[name, cut], max_new_tokens=NEW)
+        for i, (name, cut) in enumerate(pairs)
+    ]
+    batch = RowBatch(model, rows, room=PROMPT, lanes=True)
+    batch.feed([row.rest or (7,) for row in rows])
+    shown = [s.expand(len(rows), reading.keys[0].shape[1], -1) for s in batch.shown]
+    wanted = [
+        [layer.keys[r, h][s[r, h]] for r in range(len(rows)) for h in range(s.shape[1])]
+        for layer, s in zip(batch.cache.layers, shown, strict=True)
+    ]
+    batch.close_gaps(5)
+    assert len({len(lane) for lane in wanted[0]}) > 3
+    for store, lanes in zip(batch.stores, wanted, strict=True):
+        assert store.lens.tolist() == [len(lane) for lane in lanes]
+        for start, lane in zip(store.starts.tolist(), lanes, strict=True):
+            assert torch.equal(store.keys[start : start + len(lane)], lane)
 
 
 def test_forced_logits_are_those_of_one_forward_over_prompt_and_continuation(model, ids, read):
@@ -124,9 +147,10 @@ def test_stops_end_rows_apart_and_dropping_done_rows_changes_nothing(model, ids,
         Row(reading, PROMPT, (), k, max_new_tokens=40 if i % 2 else 9, stops=tuple(stops))
         for i, k in enumerate(kept_at(kept))
     ]
-    for answer, whole, row in zip(RowBatch(model, rows, room=40).generate(), free, rows, strict=True):
-        ends = [i + 1 for i, token in enumerate(whole) if token in stops]
-        assert answer == whole[: min([*ends, row.max_new_tokens])]
+    for lanes in (False, True):
+        for answer, whole, row in zip(RowBatch(model, rows, room=40, lanes=lanes).generate(), free, rows, strict=True):
+            ends = [i + 1 for i, token in enumerate(whole) if token in stops]
+            assert answer == whole[: min([*ends, row.max_new_tokens])]
 
 
 def kept_at(kept):

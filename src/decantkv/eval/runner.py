@@ -132,7 +132,7 @@ class Runner:
         on_cuda, config = model.device.type == "cuda", text_config(model)
         heads = config.num_attention_heads
         group = heads // (getattr(config, "num_key_value_heads", None) or heads)
-        most = max_rows or (256 if on_cuda else 48)  # a CPU gains little beyond
+        most = max_rows or (512 if on_cuda else 48)  # a CPU gains little beyond
         self.limits = Limits(self.memory // 2, most, group, apart=not on_cuda)
         self.max_waiting = most * (WAITING if on_cuda else 1)
         self._newline = _newline_tokens(form.tokenizer)
@@ -260,7 +260,7 @@ class Runner:
             len(row.rest) + max(row.max_new_tokens if self.plan.generate else 0, len(ids)) + 1
             for row, ids in zip(rows, forced, strict=True)
         ) + max(len(row.rest) for row in rows)
-        copies = RowBatch(self.model, rows, room=room, graphs=self.graphs, standins=self.standins)
+        copies = RowBatch(self.model, rows, room=room, graphs=self.graphs, standins=self.standins, lanes=self.graphs)
         measured: list[dict[str, Any]] = [{} for _ in rows]
         if forcing:
             for entry, found, logits, ids in zip(batch, measured, copies.forced_logits(forced), forced, strict=True):

@@ -96,7 +96,7 @@ def column_mass(
     return mass
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length"])
 def denominators_kernel(
     p_q, p_k, p_lse, p_start, p_sink, length, scale, cap2, sqb, sqh, sqn, skb, skh, skn, num_heads,
     G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, HELD: tl.constexpr, PASSING: tl.constexpr,
@@ -140,7 +140,7 @@ def denominators_kernel(
     tl.store(p_lse + i_bq.to(tl.int64) * length + i, lse2, mask=i < length)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length"])
 def columns_kernel(
     p_q, p_k, p_lse, p_mass, p_start, length, scale, cap2, sqb, sqh, sqn, skb, skh, skn, heads,
     G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, HELD: tl.constexpr, PASSING: tl.constexpr,

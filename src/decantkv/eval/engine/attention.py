@@ -1,4 +1,4 @@
-"""Attention over rows that each hold other tokens: one mask per row and head, KV heads never repeated."""
+"""Attention over rows that each hold other tokens: lanes, or a mask per row and head; KV heads never repeated."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from decantkv.cache import text_config
+from decantkv.ragged import RaggedStore
 
 NAME = "decantkv_rows"
 
@@ -22,6 +23,9 @@ class Masks(Protocol):
 
     def mask_of(self, layer_idx: int) -> Tensor:
         """[R, 1 or H, T, S] bool."""
+
+    def store_of(self, layer_idx: int) -> RaggedStore | None:
+        """What the layer attends to by itself; None where the mask says what is seen."""
 
 
 _now = threading.local()
@@ -39,6 +43,10 @@ def attend(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention function: query [R, HQ, T, D], key and value [R, H, S, D]; returns [R, T, HQ, Dv]."""
+    store = _now.masks.store_of(module.layer_idx)
+    if store is not None:
+        scale = query.shape[3] ** -0.5 if scaling is None else scaling
+        return store.attend(query, scale=scale, softcap=softcap, sink_logits=s_aux).transpose(1, 2), None
     seen: Tensor = _now.masks.mask_of(module.layer_idx)
     num_heads, new = query.shape[1:3]
     group = num_heads // key.shape[1]

@@ -31,7 +31,7 @@ class Limits:
     Attributes:
         memory: bytes of the copies and their masks; rows: how many.
         group: query heads that share a KV head, each with a mask of its own.
-        apart: whether rows that have nothing to feed stay apart: on a CPU, filling them up costs time.
+        apart: whether rows that are fed more stay apart from those that are fed less: on a CPU, filling up costs time.
     """
 
     memory: int
@@ -89,14 +89,14 @@ def batches(entries: Sequence[Some], limits: Limits) -> Iterator[list[Some]]:
         return prompts[id(entry.row.reading)]
 
     def order(entry: Some) -> tuple[int, int]:
-        return (len(entry.row.rest) if limits.apart else 0, entry.row.stored)
+        return (len(entry.row.rest) if limits.apart else int(bool(entry.row.rest)), entry.row.stored)
 
     for entry in sorted(entries, key=order):
         row, larger = entry.row, size.beside(entry.row)
         if batch:
             least = min(least, row.stored)
             wide = larger.stored > max(SMALL, SPREAD * least)
-            wide = wide or (limits.apart and bool(row.rest) != bool(batch[0].row.rest))
+            wide = wide or bool(row.rest) != bool(batch[0].row.rest)  # a rest would be filler beside it
             if wide or larger.nbytes(limits.group) > limits.memory or len(batch) >= limits.rows:
                 yield sorted(batch, key=by_prompt)
                 batch, larger = [], Size().beside(row)

@@ -38,6 +38,8 @@ class Decoder:
         steps = self.most - 1
         if steps < 1 or bool(self.done.all()):
             return self.whole
+        if self.batch.lanes:
+            self.batch.close_gaps(steps + 1)  # a capture counts its token, though it writes none
         self.batch.place.slots = self.slot
         self.batch.masks = [shown[:, :, None] for shown in self.batch.shown]
         step = self._captured() if self.batch.graphs and steps > FEW else self._step
@@ -49,7 +51,7 @@ class Decoder:
                 going = int((~self.done).sum())
                 if going == 0:
                     break
-                if not self.batch.graphs and 2 * going <= len(self.tokens):
+                if not (self.batch.graphs or self.batch.lanes) and 2 * going <= len(self.tokens):
                     self._drop_done()
         self.whole[self.at] = self.out
         return self.whole

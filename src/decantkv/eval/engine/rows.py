@@ -15,9 +15,11 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache
 from decantkv.cache import cache_argument, text_config
 from decantkv.eval.engine.attention import attending
 from decantkv.eval.engine.decoding import Decoder
+from decantkv.eval.engine.lanes import LaneLayer, gapless
 from decantkv.eval.engine.prompt import Reading
 from decantkv.eval.engine.quantise import quantise_keys, quantise_values
 from decantkv.fused import Standin
+from decantkv.ragged import RaggedStore
 from decantkv.selection import FILLER, Kept
 
 ALIGN = 16  # slots; attention kernels want rows of masks aligned
@@ -122,6 +124,7 @@ class RowBatch:
         room: int,
         graphs: bool = False,
         standins: Sequence[Standin] = (),
+        lanes: bool = False,
     ) -> None:
         """Gather the rows' tokens.
 
@@ -129,8 +132,9 @@ class RowBatch:
             room: new tokens a row may get.
             graphs: replay one captured CUDA graph a step.
             standins: take the place of the model's small operations in it.
+            lanes: close the gaps before decoding, so that steps read tokens alone and no masks.
         """
-        self.model, self.rows, self.graphs, self.standins = model, list(rows), graphs, standins
+        self.model, self.rows, self.graphs, self.standins, self.lanes = model, list(rows), graphs, standins, lanes
         self.device = rows[0].reading.keys[0].device
         self.begin = max(row.stored for row in rows)
         self.slots_total = -(-(self.begin + room) // ALIGN) * ALIGN
@@ -145,6 +149,11 @@ class RowBatch:
         filled = zip(self._gather("keys", index), self._gather("values", index), strict=True)
         self.cache.layers = [RowLayer(self.place, keys, values) for keys, values in filled]
         self.masks: list[Tensor] = []
+        self.stores: list[RaggedStore] = []  # the layers' tokens once gaps are closed
+
+    def store_of(self, layer_idx: int) -> RaggedStore | None:
+        """The layer's tokens where it attends for itself, None where masks say what is seen."""
+        return self.stores[layer_idx] if self.stores else None
 
     def mask_of(self, layer_idx: int) -> Tensor:
         """[R, 1 or H, T, S] bool: what the tokens being fed may see."""
@@ -228,6 +237,14 @@ class RowBatch:
             shown[:, :, self.begin :] = False
         self.used = 0
         self.logical = torch.tensor([row.cut for row in self.rows], device=self.device)
+
+    def close_gaps(self, steps: int) -> None:
+        """From now on layers hold what is shown of them alone, and room for so many tokens; nothing is fed any more."""
+        layers = [(layer.keys, layer.values) for layer in self.cache.layers]
+        self.cache.layers = []  # each is let go of as soon as it has moved
+        self.stores = gapless(layers, self.shown, steps)
+        self.cache.layers = [LaneLayer(store) for store in self.stores]
+        self.shown, self.masks = [], []
 
     def take(self, left: Tensor) -> None:
         """Keep only these rows' memory; their numbers change."""
