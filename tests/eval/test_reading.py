@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from decantkv.eval.engine import prompt
+from decantkv import scoring
+from decantkv.eval.engine import keep, prompt
 from decantkv.eval.engine.keep import choose, score
 from decantkv.eval.engine.policy import parse_policies
 from decantkv.eval.engine.prompt import Reader
@@ -131,3 +132,22 @@ def test_layers_of_different_shapes_are_refused():
     stack.put(0, 0, torch.zeros(1, 2, 3, 4))
     with pytest.raises(ValueError, match="same heads in every layer"):
         stack.put(1, 0, torch.zeros(1, 2, 3, 5))
+
+
+def test_a_later_cut_goes_on_from_an_earlier_cuts_sums(monkeypatch):
+    model = llama(2)
+    ids = torch.randint(1, 97, (LENGTH,), generator=torch.Generator().manual_seed(6)).tolist()
+    settings = parse_policies("h2o")[0].settings("0.3")
+    summed, compute = [], scoring.compute
+    monkeypatch.setattr(scoring, "compute", lambda name, win, **k: summed.append(win.window) or compute(name, win, **k))
+    monkeypatch.setattr(keep, "TOGETHER_BYTES", 1)  # a layer at a time, each with its own
+    got = {}
+    for cuts in ([CUT, LENGTH], [LENGTH]):
+        summed.clear()
+        reader = Reader(model, rows=8, needs=frozenset({"queries"}))
+        for cut, windows in reader.read(ids, cuts):
+            got[len(cuts), cut] = score(windows, settings)
+        assert sum(summed) == 3 * LENGTH, "every query is looked at once, whatever the cuts"
+    torch.testing.assert_close(got[2, LENGTH], got[1, LENGTH], rtol=1e-5, atol=1e-7)
+    for _, windows in reader.read(ids[:CUT], [CUT]):  # nothing is carried from one prompt to the next
+        torch.testing.assert_close(score(windows, settings), got[2, CUT], rtol=1e-5, atol=1e-7)

@@ -25,7 +25,8 @@ QUERY_BLOCK = 64  # prompt positions whose attention is summed at once
 def column_mass(win: AttentionWindow, queries: Tensor, *, impl: Impl = "auto") -> Tensor:
     """H2O's Σ_i p_ij over every query i of the prompt, mean over the group, without an N×N matrix.
 
-    Without its kernel each block of queries is a window of its own over the keys up to its end.
+    Without its kernel, or where the window holds the sums of the first tokens, each block of queries is a window of its
+    own over the keys up to its end.
 
     Args:
         queries: [B, HQ, N, D].
@@ -39,18 +40,21 @@ def column_mass(win: AttentionWindow, queries: Tensor, *, impl: Impl = "auto") -
     """
     if win.mask is not None:
         raise ValueError("mask: expected plainly causal attention, which all of the prompt's queries share, got a mask")
+    known = 0 if win.column_mass is None else win.column_mass.shape[2]  # earlier queries see no later key
     kernel = kernels_on(win.k.device, "mass") if impl in ("auto", "triton") else None
-    if kernel is not None and kernel.unsupported(queries, win.k) is None:
+    if kernel is not None and not known and kernel.unsupported(queries, win.k) is None:
         first = None if win.lengths is None else win.kv_len - win.lengths.to(win.k.device)
         options = {"softcap": win.softcap, "sink_logits": win.sink_logits}
         mass: Tensor = kernel.column_mass(queries, win.k, scale=win.scale, start=first, **options)
         return mass
     scores = torch.zeros(win.k.shape[:3], dtype=torch.float32, device=win.k.device)
-    for start in range(0, win.kv_len, QUERY_BLOCK):
+    if win.column_mass is not None:
+        scores[:, :, :known] = win.column_mass
+    for start in range(known, win.kv_len, QUERY_BLOCK):
         stop = min(start + QUERY_BLOCK, win.kv_len)
         lengths = None if win.lengths is None else win.lengths - (win.kv_len - stop)
         q, k, v = queries[:, :, start:stop], win.k[:, :, :stop], win.v[:, :, :stop]
-        block = replace(win, q=q, k=k, v=v, lengths=lengths, out=None, lse=None, projected_norm=None)
+        block = replace(win, q=q, k=k, v=v, lengths=lengths, out=None, lse=None, projected_norm=None, column_mass=None)
         scores[:, :, :stop] += scoring.compute("attention_mass", block, impl=impl)
     return scores
 

@@ -38,6 +38,8 @@ class AttentionWindow:
         rotate: turns vectors that carry RoPE by a number of positions, R(δ)x, or None ("rotate").
         projected_norm: [B, H, N] float32, `streams.projected_norm` of these values, or None. A hint: whoever asks for
             many choices of one window computes it once.
+        column_mass: [B, H, M] float32, `streams.column_mass` of the first M ≤ N tokens alone, or None. A hint: whoever
+            looks at a prompt more than once need not sum up its beginning again.
     """
 
     q: Tensor
@@ -55,6 +57,7 @@ class AttentionWindow:
     output_projection: Tensor | None = None
     rotate: Rotate | None = None
     projected_norm: Tensor | None = None
+    column_mass: Tensor | None = None
 
     @property
     def batch(self) -> int:

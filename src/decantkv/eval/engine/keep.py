@@ -51,8 +51,12 @@ TOGETHER_BYTES = 2**30  # float32 keys of the layers that are scored as one batc
 def score(windows: Sequence[AttentionWindow], settings: Settings) -> Tensor:
     """[layers, H, N] float32: the method's scores in every layer."""
     together = windows.together if isinstance(windows, Windows) else None
-    parts = windows if together is None or _own_score(settings.method) is None else _parts(together)
-    return torch.cat([settings.score(window.last(settings.rows)) for window in parts])
+    own = _own_score(settings.method)
+    parts = windows if together is None or own is None else _parts(together)
+    scores = torch.cat([settings.score(window.last(settings.rows)) for window in parts])
+    if own is H2O.score and isinstance(windows, Windows):
+        windows.carried.column_mass = scores
+    return scores
 
 
 def score_key(settings: Settings) -> tuple[object, ...]:
@@ -76,8 +80,9 @@ def _parts(together: AttentionWindow) -> Iterator[AttentionWindow]:
     number = max(1, TOGETHER_BYTES // (4 * together.k[0].numel()))
     for at in range(0, together.batch, number):
         here = slice(at, at + number)
-        queries = together.queries if together.queries is None else together.queries[here]
-        yield replace(together, q=together.q[here], k=together.k[here], v=together.v[here], queries=queries)
+        queries, mass = (x if x is None else x[here] for x in (together.queries, together.column_mass))
+        q, k, v = (x[here] for x in (together.q, together.k, together.v))
+        yield replace(together, q=q, k=k, v=v, queries=queries, column_mass=mass)
 
 
 def choose(windows: Sequence[AttentionWindow], settings: Settings, scores: Tensor) -> Kept:

@@ -25,17 +25,29 @@ from decantkv.scoring.window import AttentionWindow, Rotate, make_window
 _serial = itertools.count()
 
 
+@dataclass
+class Carried:
+    """Taken from one cut of a prompt to the next.
+
+    Attributes:
+        column_mass: [layers, H, N] float32 of the newest cut where it was asked for.
+    """
+
+    column_mass: Tensor | None = None
+
+
 class Windows(list[AttentionWindow]):
     """A window per layer, and all layers' as one batch.
 
     Attributes:
         together: the layers as the batch rows of one window, views of the same memory without what belongs to a layer
             (index, W_O, rotation); None where the layers' attention differs in more than its tensors.
+        carried: what later cuts of the prompt need not compute again.
     """
 
-    def __init__(self, each: Sequence[AttentionWindow], together: AttentionWindow | None) -> None:
+    def __init__(self, each: Sequence[AttentionWindow], together: AttentionWindow | None, carried: Carried) -> None:
         super().__init__(each)
-        self.together = together
+        self.together, self.carried = together, carried
 
     @functools.cached_property
     def with_norms(self) -> AttentionWindow | None:
@@ -227,6 +239,7 @@ class Reader:
         cache = DynamicCache(config=text_config(self.model))
         remembered = None if "queries" in self._needs else self.rows
         self._stacks = [Stack(self._layers, len(ids)) for _ in range(3)]
+        self._carried = Carried()
         self._watched = [
             WatchedLayer(i, cache_id, remembered, *self._stacks, own=self.plain) for i in range(self._layers)
         ]
@@ -267,7 +280,7 @@ class Reader:
         each = [layer.window(self.rows, self._needs, self._rotate) for layer in self._watched]
         first = each[0]
         if any((win.scale, win.softcap) != (first.scale, first.softcap) or win.sink_logits is not None for win in each):
-            return Windows(each, None)
+            return Windows(each, None, self._carried)
         keys, values, queries = self._stacks
         every = queries.until(cut) if first.queries is not None else None
         together = AttentionWindow(
@@ -277,8 +290,9 @@ class Reader:
             first.scale,
             softcap=first.softcap,
             queries=every,
+            column_mass=self._carried.column_mass,
         )
-        return Windows(each, together)
+        return Windows(each, together, self._carried)
 
     def _forward(self, tokens: Tensor, begin: int, stop: int, cache: DynamicCache) -> int:
         for start in range(begin, stop, self.chunk):
