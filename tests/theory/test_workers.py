@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from decantkv.methods import resolve
+from decantkv.processes import environment
 from decantkv.scoring.window import make_window
 from decantkv.theory.measure import Plan
-from decantkv.theory.workers import Task, Workers, _environment, records_of, tasks_of
+from decantkv.theory.workers import _ENVIRONMENT, Task, Workers, records_of, tasks_of
 
 METHOD = resolve("dropkv")
 PLAN = Plan(pool_sizes=(8,), search_size=8, ks=(2,), search_rows=1, n_keep=20, seed=0)
@@ -71,7 +72,7 @@ def test_a_workers_error_is_raised_and_ends_the_pool():
 def test_workers_see_no_gpu_and_use_one_thread(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     with workers(1) as pool:
-        with _environment():
+        with environment(_ENVIRONMENT):
             seen = [pool._pool.submit(os.getenv, name) for name in ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")]
             devices = pool._pool.submit(torch.cuda.device_count)
         assert [future.result() for future in seen] == ["", "1"]

@@ -46,7 +46,8 @@ def run(
     note: Annotated[str, typer.Option(help="Said in every table, e.g. how the weights were made.")] = "",
     minutes: Annotated[float, typer.Option(help="Begin no prompt after this long; 0: no limit.")] = 0.0,
     part: Annotated[str, typer.Option(help="K/N: every N-th prompt from the K-th, for runs side by side.")] = "1/1",
-    memory_gb: Annotated[float, typer.Option(help="For caches; default: three fifths of what is free.")] = 0.0,
+    workers: Annotated[int, typer.Option(min=0, help="Processes side by side, over all GPUs; 0: this one alone.")] = 0,
+    memory_gb: Annotated[float, typer.Option(help="For caches on a GPU; default: three fifths of what is free.")] = 0.0,
     graphs: Annotated[bool, typer.Option("--graphs/--no-graphs", help="CUDA graphs for decode steps.")] = True,
 ) -> None:
     """Run a suite; rows go to --out, the table to the terminal."""
@@ -84,14 +85,15 @@ def run(
         beyond_context=beyond_context,
         part=_part(part),
     )
-    session.run(
-        plan,
-        out,
-        command=shlex.join(["decantkv", *sys.argv[1:]]),
-        minutes=minutes,
-        memory=int(memory_gb * 2**30) or None,
-        graphs=None if graphs else False,
-    )
+    command = shlex.join(["decantkv", *sys.argv[1:]])
+    memory = int(memory_gb * 2**30) or None
+    options: dict[str, Any] = {"minutes": minutes, "memory": memory, "graphs": None if graphs else False}
+    if workers:
+        from decantkv.eval.workers import run as run_workers
+
+        run_workers(session, plan, out, workers=workers, command=command, **options)
+    else:
+        session.run(plan, out, command=command, **options)
     show_tables(out)
 
 

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-ROWS, RUN = "rows.jsonl", "run.json"
+from filelock import FileLock
+
+ROWS, RUN, LOCK = "rows.jsonl", "run.json", ".lock"
 Configuration = Mapping[str, Any]
 
 
@@ -41,7 +43,7 @@ class Store:
     """The rows of one configuration in one folder, open for more.
 
     `run.json` holds the configuration and, per session, its circumstances; `rows.jsonl` one line per prompt and one
-    per answer.
+    per answer. Several processes may have it open and write in turn.
     """
 
     def __init__(self, folder: Path, configuration: Configuration, circumstances: Mapping[str, Any] | None) -> None:
@@ -55,35 +57,38 @@ class Store:
         self.done: set[Cell] = set()
         self.prompts: set[str] = set()
         folder.mkdir(parents=True, exist_ok=True)
-        run = _read_run(folder)
-        if run is not None:
-            _same(run["configuration"], self.configuration, folder)
-        self._sessions: list[Any] = [] if run is None else run["sessions"]
-        _unpack(folder)
-        _drop_torn_line(folder / ROWS)
-        if (folder / ROWS).exists():
-            for row in read_rows(folder / ROWS, config=self.name):
-                self._note(row)
-        if run is None:
-            self._write_run()
-        self._file: TextIO = (folder / ROWS).open("a", encoding="utf-8")
+        self._alone = FileLock(folder / LOCK)
+        with self._alone:
+            if not self._sessions():
+                self._write_run([])
+            _unpack(folder)
+            _drop_torn_line(folder / ROWS)
+            if (folder / ROWS).exists():
+                for row in read_rows(folder / ROWS, config=self.name):
+                    self._note(row)
+            self._file: TextIO = (folder / ROWS).open("a", encoding="utf-8")
         if circumstances is not None:
             self.begin(circumstances)
 
     def begin(self, circumstances: Mapping[str, Any]) -> None:
-        """The rows that follow are made under these circumstances."""
-        self.session = len(self._sessions)
-        self._sessions.append(dict(circumstances))
-        self._write_run()
+        """The rows that follow are made under these circumstances: a session, which processes of one run share."""
+        with self._alone:
+            sessions = self._sessions()
+            if circumstances not in sessions:
+                sessions.append(dict(circumstances))
+                self._write_run(sessions)
+            self.session = sessions.index(circumstances)
 
     def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Write rows and make sure they are on disk."""
-        for row in rows:
-            whole = {"config": self.name, "session": self.session, **row}
-            self._file.write(json.dumps(whole, ensure_ascii=False, separators=(",", ":")) + "\n")
-            self._note(whole)
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        made = [{"config": self.name, "session": self.session, **row} for row in rows]
+        with self._alone:
+            for row in made:
+                self._file.write(json.dumps(row, ensure_ascii=False, separators=(",", ":")) + "\n")
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        for row in made:
+            self._note(row)
 
     def holds(self, row: Mapping[str, Any]) -> bool:
         """Whether the row's place is taken."""
@@ -93,8 +98,17 @@ class Store:
         """Close the file."""
         self._file.close()
 
-    def _write_run(self) -> None:
-        _write_whole(self.folder / RUN, {"configuration": self.configuration, "sessions": self._sessions})
+    def _sessions(self) -> list[Any]:
+        """What the folder's `run.json` says now."""
+        run = _read_run(self.folder)
+        if run is None:
+            return []
+        _same(run["configuration"], self.configuration, self.folder)
+        sessions: list[Any] = run["sessions"]
+        return sessions
+
+    def _write_run(self, sessions: list[Any]) -> None:
+        _write_whole(self.folder / RUN, {"configuration": self.configuration, "sessions": sessions})
 
     def _note(self, row: Mapping[str, Any]) -> None:
         if row["row"] == "prompt":

@@ -33,7 +33,7 @@ from decantkv.selection import Kept
 Prompt = tuple[str, Callable[[], Sample]]
 """A sample's key and how to make it, in another thread; done prompts are never made."""
 
-AHEAD = 16  # samples that are made before their turn: some take a hundred times as long as others
+AHEAD = 16
 WAITING = 4  # full batches' rows that wait for rows of their size, where a batch costs as much as many of its steps
 
 
@@ -107,6 +107,7 @@ class Runner:
             batch of copies, a quarter is for reading.
         graphs: capture decode steps as CUDA graphs; None means on CUDA.
         max_rows: copies decoded together; None decides by device.
+        ahead: samples that are made before their turn: some take a hundred times as long as others.
     """
 
     def __init__(
@@ -119,8 +120,9 @@ class Runner:
         memory: int | None = None,
         graphs: bool | None = None,
         max_rows: int | None = None,
+        ahead: int = AHEAD,
     ) -> None:
-        self.model, self.form, self.plan, self.stops = model, form, plan, tuple(stops)
+        self.model, self.form, self.plan, self.stops, self.ahead = model, form, plan, tuple(stops), ahead
         self.policies = {policy.label: policy for policy in plan.policies}
         asked = [policy.settings("1.0") for policy in plan.policies if policy.kind == "evict"]
         needs = frozenset(need for settings in asked for need in settings.method.needs)
@@ -152,7 +154,7 @@ class Runner:
             progress: called with the number of cells that were finished or found done.
         """
         jobs: list[_Job] = []
-        for sample, missing in _made_ahead(self._undone(prompts, store, progress)):
+        for sample, missing in _made_ahead(self._undone(prompts, store, progress), self.ahead):
             if deadline is not None and time.monotonic() > deadline:
                 self._finish(jobs, store, progress)
                 return False
@@ -321,7 +323,7 @@ def _shifts_and_overlaps(
 
 
 def _made_ahead(
-    undone: Iterator[tuple[Callable[[], Sample], list[Cell]]],
+    undone: Iterator[tuple[Callable[[], Sample], list[Cell]]], number: int = AHEAD
 ) -> Iterator[tuple[Sample, list[Cell]]]:
     """Samples in turn, a few made while earlier ones are worked on: fitting a length costs many tokenisations."""
     ahead: deque[tuple[Future[Sample], list[Cell]]] = deque()
@@ -329,7 +331,7 @@ def _made_ahead(
     try:
         for make, missing in undone:
             ahead.append((maker.submit(make), missing))
-            if len(ahead) > AHEAD:
+            if len(ahead) > number:
                 made, cells = ahead.popleft()
                 yield made.result(), cells
         while ahead:

@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from importlib import metadata
 from itertools import product
 from pathlib import Path
@@ -45,6 +46,20 @@ class Sources:
     squad: Path | None = None
     hotpot: Path | None = None
     longbench: Path | None = None
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What a session measures with."""
+
+    runner: Runner
+    prompts: list[Prompt]
+    store: Store
+
+    @property
+    def cells(self) -> int:
+        """Answers wanted, those that are there included."""
+        return sum(len(self.runner.plan.cells(key)) for key, _ in self.prompts)
 
 
 @dataclass(frozen=True)
@@ -86,34 +101,60 @@ class Session:
         graphs: bool | None = None,
     ) -> bool:
         """Measure what `out` lacks; True when everything is there, False when the time ran out first."""
-        begun = time.monotonic()
+        begun, deadline = time.time(), time.monotonic() + 60 * minutes if minutes else None
         console = Console(stderr=True)
-        texts = self._texts()
+        texts = self.texts()
         with console.status(f"loading {escape(self.model)}"):
-            model, tokenizer = self._load()
-        form = ChatFormat(tokenizer, system=self.system)
-        apart = ChatFormat(copy.deepcopy(tokenizer), system=self.system)  # prompts are made in a thread of their own
-        first, every = self.part
-        prompts = list(self._prompts(apart, texts))[first - 1 :: every]
-        store = Store(out, self._configuration(model, tokenizer, texts), self._circumstances(model, plan, command))
-        runner = Runner(model, form, plan, stops=stop_tokens(model, tokenizer), memory=memory, graphs=graphs)
-        deadline = begun + 60 * minutes if minutes else None
+            loaded = self.load()
+        opened = self.open(loaded, texts, plan, out, command=command, begun=begun, memory=memory, graphs=graphs)
         try:
-            with _progress(console) as bar:
-                task = bar.add_task(self.suite, total=sum(len(plan.cells(key)) for key, _ in prompts))
-                whole = runner.run(prompts, store, deadline=deadline, progress=lambda n: bar.advance(task, n))
+            with progress_bar(console) as bar:
+                task = bar.add_task(self.suite, total=opened.cells)
+                whole = opened.runner.run(
+                    opened.prompts, opened.store, deadline=deadline, progress=lambda n: bar.advance(task, n)
+                )
         finally:
-            store.close()
+            opened.store.close()
         if not whole:
             console.print(f"stopped after {minutes:g} minutes; the same command goes on from here")
         return whole
 
-    def _load(self) -> tuple[PreTrainedModel, Any]:
+    def load(self) -> tuple[PreTrainedModel, Any]:
+        """The model and its tokenizer."""
         model, tokenizer = models.load(self.model, dtype=self.dtype)
         if self.yarn != 1.0:
             stretch(model, self.yarn)
         self._check_context(model)
         return model, tokenizer
+
+    def open(
+        self,
+        loaded: tuple[PreTrainedModel, Any],
+        texts: ruler.Sources,
+        plan: Plan,
+        out: Path,
+        *,
+        command: str,
+        begun: float,
+        memory: int | None = None,
+        **options: Any,
+    ) -> Opened:
+        """Everything that measuring takes, the folder open for more.
+
+        Args:
+            loaded: of `load`; texts: of `texts`.
+            begun: `time.time()` when the run began; processes of one run give the same.
+            memory: bytes for caches; options: `Runner`'s others.
+        """
+        model, tokenizer = loaded
+        form = ChatFormat(tokenizer, system=self.system)
+        apart = ChatFormat(copy.deepcopy(tokenizer), system=self.system)  # prompts are made in a thread of their own
+        first, every = self.part
+        prompts = list(self._prompts(apart, texts))[first - 1 :: every]
+        circumstances = self._circumstances(model, plan, command, begun)
+        store = Store(out, self._configuration(model, tokenizer, texts), circumstances)
+        runner = Runner(model, form, plan, stops=stop_tokens(model, tokenizer), memory=memory, **options)
+        return Opened(runner, prompts, store)
 
     def _check_context(self, model: PreTrainedModel) -> None:
         limit = int(model.config.get_text_config(decoder=True).max_position_embeddings * self.yarn)
@@ -123,7 +164,7 @@ class Session:
                 raise ValueError(f"{message}; --beyond-context measures it nevertheless, --yarn stretches the context")
             warnings.warn(message, stacklevel=2)
 
-    def _texts(self) -> Any:
+    def texts(self) -> ruler.Sources:
         """The suite's files, read before the model is loaded, so that a broken one costs no time."""
         given = self.sources
         haystack = ruler.load_haystack(given.haystack) if given.haystack is not None else None
@@ -214,7 +255,7 @@ class Session:
             "decoding": "greedy",
         }
 
-    def _circumstances(self, model: PreTrainedModel, plan: Plan, command: str) -> dict[str, Any]:
+    def _circumstances(self, model: PreTrainedModel, plan: Plan, command: str, begun: float) -> dict[str, Any]:
         """What a reader needs to repeat a session; it may differ between sessions of one configuration."""
         versions = {}
         for name in PACKAGES:
@@ -226,7 +267,7 @@ class Session:
         return {
             "command": command,
             "commit": commit(),
-            "begun": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "begun": datetime.fromtimestamp(begun, UTC).isoformat(timespec="milliseconds"),
             "device": device or platform.machine(),
             "python": platform.python_version(),
             "versions": versions,
@@ -288,6 +329,7 @@ def _later(make: Callable[[int], Sample], index: int) -> Callable[[], Sample]:
     return lambda: make(index)
 
 
-def _progress(console: Console) -> Progress:
+def progress_bar(console: Console) -> Progress:
+    """Answers made and to be made, with the time left."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     return Progress(*columns, TimeRemainingColumn(), console=console)

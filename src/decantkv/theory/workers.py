@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import io
 import multiprocessing
-import os
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from multiprocessing.connection import wait as wait_for
 from types import TracebackType
 from typing import Any
 
@@ -21,6 +18,7 @@ import torch
 from torch import Tensor
 
 from decantkv.methods import Method
+from decantkv.processes import end_with_parent, environment
 from decantkv.scoring.window import AttentionWindow
 from decantkv.theory.measure import Head, Plan, Record, measure
 from decantkv.theory.rows import rows_of
@@ -108,7 +106,7 @@ class Workers:
         self.count, self.method, self.plan, self.collect = count, method, plan, collect
         # spawned, because a forked process must not use torch after its parent has used a GPU
         context = multiprocessing.get_context("spawn")
-        self._pool = ProcessPoolExecutor(count, mp_context=context, initializer=_start)
+        self._pool = ProcessPoolExecutor(count, mp_context=context, initializer=end_with_parent)
         self._pending: dict[Future[list[Record]], Place] = {}
 
     def __enter__(self) -> Workers:
@@ -126,7 +124,7 @@ class Workers:
     def take(self, task: Task) -> None:
         """Hand over a head as soon as there is room for it."""
         self._wait_until(2 * self.count - 1)
-        with _environment():  # the pool starts its processes as work comes in
+        with environment(_ENVIRONMENT):  # the pool starts its processes as work comes in
             future = self._pool.submit(_work, task.place, task.pack(), self.method, self.plan)
         self._pending[future] = task.place
 
@@ -139,34 +137,6 @@ class Workers:
 
 def _work(place: Place, data: bytes, method: Method, plan: Plan) -> list[Record]:
     return records_of(Task.unpack(place, data), method, plan)
-
-
-def _start() -> None:
-    """Have a new worker end when its parent is gone, however it went."""
-    parent = multiprocessing.parent_process()
-    if parent is None:
-        raise RuntimeError("workers: expected to be started by another process, got none")
-
-    def watch() -> None:
-        wait_for([parent.sentinel])
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-@contextmanager
-def _environment() -> Iterator[None]:
-    """What processes that start now inherit; libraries read it once, so a worker cannot set it for itself."""
-    before = {name: os.environ.get(name) for name in _ENVIRONMENT}
-    os.environ.update(_ENVIRONMENT)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 @contextmanager

@@ -1,0 +1,198 @@
+"""One run by several processes: prompts go to whoever is free, rows to one folder, over all GPUs that are there.
+
+A process of its own keeps a GPU waiting for Python, by a half and more; several keep it busy.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from decantkv.eval.runner import Plan, Prompt, free_memory
+from decantkv.eval.session import Session, progress_bar
+from decantkv.processes import end_with_parent, environment
+
+Heard = dict[Connection, BaseProcess]
+AHEAD = 3  # samples a worker takes before their turn; at a run's end the others wait for them
+
+
+@dataclass(frozen=True)
+class Work:
+    """What every worker is told.
+
+    Attributes:
+        begun: `time.time()` when the run began; end: when no prompt is begun any more, or None.
+        memory: bytes for all workers' caches on a device, or None for three fifths of what is free there.
+    """
+
+    session: Session
+    plan: Plan
+    out: Path
+    command: str
+    begun: float
+    end: float | None
+    memory: int | None
+    graphs: bool | None
+
+
+@dataclass(frozen=True)
+class Desk:
+    """What one worker shares with the others.
+
+    Attributes:
+        beside: workers on its device, itself included.
+        next: the first prompt that nobody has taken.
+        loaded: where all wait until every model is in memory.
+        tell: messages to who started it.
+    """
+
+    beside: int
+    next: Any
+    loaded: Any
+    tell: Connection
+
+    def draw(self, prompts: list[Prompt]) -> Iterator[Prompt]:
+        """Prompts that nobody else gets."""
+        while True:
+            with self.next.get_lock():
+                at = self.next.value
+                self.next.value += 1
+            if at >= len(prompts):
+                return
+            yield prompts[at]
+
+    def memory(self, device: torch.device, asked: int | None) -> int:
+        """Bytes for this worker's caches; measured when all models are loaded, before anyone takes more."""
+        self.loaded.wait()
+        free = free_memory(device) * 3 // 5 if asked is None else asked
+        self.loaded.wait()
+        return free // self.beside
+
+
+def run(
+    session: Session,
+    plan: Plan,
+    out: Path,
+    *,
+    workers: int,
+    command: str,
+    minutes: float = 0.0,
+    memory: int | None = None,
+    graphs: bool | None = None,
+) -> bool:
+    """`Session.run` by that many processes; on several GPUs each takes one, in turn.
+
+    Raises:
+        ValueError: bad input, as a worker found it.
+        RuntimeError: a worker failed; what the others had finished is in the folder.
+    """
+    session.texts()  # a broken file is told at once
+    begun = time.time()
+    work = Work(session, plan, out, command, begun, begun + 60 * minutes if minutes else None, memory, graphs)
+    # spawned, because a forked process must not use torch after its parent has used a GPU
+    context = multiprocessing.get_context("spawn")
+    places = _places(workers)
+    shared = context.Value("q", 0), context.Barrier(workers)
+    heard: Heard = {}
+    try:
+        for place in places:
+            ear, mouth = context.Pipe(duplex=False)
+            process = context.Process(target=_work, args=(work, Desk(places.count(place), *shared, mouth)))
+            with environment(_environment(place, workers)):
+                process.start()
+            mouth.close()
+            heard[ear] = process
+        whole = _listen(heard, session.suite)
+    finally:
+        for started in heard.values():
+            started.terminate()
+        for started in heard.values():
+            started.join()
+    if not whole:
+        Console(stderr=True).print(f"stopped after {minutes:g} minutes; the same command goes on from here")
+    return whole
+
+
+def _places(workers: int) -> list[str]:
+    """The GPU of each worker, as CUDA_VISIBLE_DEVICES names it; empty without any."""
+    count = torch.cuda.device_count()
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = named.split(",")[:count] if named else [str(i) for i in range(count)]
+    return [names[i % count] if count else "" for i in range(workers)]
+
+
+def _environment(place: str, workers: int) -> dict[str, str]:
+    threads = max(1, (os.cpu_count() or 1) // workers)
+    return {"CUDA_VISIBLE_DEVICES": place, "OMP_NUM_THREADS": str(threads)}
+
+
+def _listen(heard: Heard, name: str) -> bool:
+    """Show what is done until all workers are through; True when all of it is."""
+    whole = True
+    with progress_bar(Console(stderr=True)) as bar:
+        task = bar.add_task(name, total=None)
+        left = dict(heard)
+        while left:
+            ready = wait(list(left))
+            for ear in [each for each in left if each in ready]:
+                try:
+                    kind, said = ear.recv()
+                except EOFError:
+                    process = left.pop(ear)
+                    process.join()
+                    if process.exitcode:
+                        raise RuntimeError(f"workers: one ended with exit code {process.exitcode}") from None
+                    continue
+                if kind == "input":
+                    raise ValueError(said)
+                if kind == "error":
+                    raise RuntimeError(f"workers: one failed\n{said}")
+                if kind == "cells":
+                    bar.update(task, total=said)
+                elif kind == "done":
+                    bar.advance(task, said)
+                else:
+                    whole = whole and bool(said)
+    return whole
+
+
+def _work(work: Work, desk: Desk) -> None:
+    """A worker's life."""
+    end_with_parent()
+    try:
+        desk.tell.send(("whole", _measure(work, desk)))
+    except ValueError as error:
+        desk.tell.send(("input", str(error)))
+    except BaseException:
+        desk.tell.send(("error", traceback.format_exc()))
+
+
+def _measure(work: Work, desk: Desk) -> bool:
+    session = work.session
+    texts, loaded = session.texts(), session.load()
+    opened = session.open(
+        loaded, texts, work.plan, work.out, command=work.command, begun=work.begun, graphs=work.graphs, ahead=AHEAD,
+        memory=desk.memory(loaded[0].device, work.memory),
+    )  # fmt: skip
+    desk.tell.send(("cells", opened.cells))
+    deadline = None if work.end is None else time.monotonic() + work.end - time.time()
+    try:
+        return opened.runner.run(
+            desk.draw(opened.prompts),
+            opened.store,
+            deadline=deadline,
+            progress=lambda cells: desk.tell.send(("done", cells)),
+        )
+    finally:
+        opened.store.close()
