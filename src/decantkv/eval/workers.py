@@ -1,6 +1,6 @@
 """One run by several processes: prompts go to whoever is free, rows to one folder, over all GPUs that are there.
 
-A process of its own keeps a GPU waiting for Python, by a half and more; several keep it busy.
+One process keeps a GPU waiting for Python much of the time; several keep it busy.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from transformers.utils.logging import disable_progress_bar
 
 from decantkv.eval.runner import Plan, Prompt, free_memory
 from decantkv.eval.session import Session, progress_bar
@@ -180,6 +181,7 @@ def _work(work: Work, desk: Desk) -> None:
 
 def _measure(work: Work, desk: Desk) -> bool:
     session = work.session
+    disable_progress_bar()  # one for every worker's weights would hide the run's own
     texts, loaded = session.texts(), session.load()
     opened = session.open(
         loaded, texts, work.plan, work.out, command=work.command, begun=work.begun, graphs=work.graphs, ahead=AHEAD,
