@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
+from decantkv.eval.bootstrap import RESAMPLES, Bootstrap, paired
 from decantkv.eval.show import print_best, print_tables
-from decantkv.eval.statistics import Bootstrap, best_on_the_other_half, losing_share, tables
+from decantkv.eval.statistics import best_on_the_other_half, losing_share, tables
 
 
 def rows_of(scores, *, task="t", length=100, regime="aware", policy="dropkv", budget="0.1", prompts=False, **extra):
@@ -52,6 +53,58 @@ def test_intervals_cover_the_truth_about_as_often_as_they_say():
         found = Bootstrap({"t": [str(i) for i in range(40)]}).interval({str(i): float(v) for i, v in enumerate(values)})
         hits += found.low <= 0.7 <= found.high
     assert 0.88 <= hits / 200 <= 0.99
+
+
+def one_by_one(groups, values):
+    """A bootstrap without any matrix: draw, look up, average."""
+    rng = np.random.default_rng(0)
+    whole = np.zeros(RESAMPLES)
+    for keys in groups.values():
+        draws = rng.integers(0, len(keys), size=(RESAMPLES, len(keys)))
+        whole += [np.mean([values[keys[i]] for i in draw]) for draw in draws.tolist()]
+    mean = np.mean([np.mean([values[key] for key in keys]) for keys in groups.values()])
+    return (mean, *np.percentile(whole / len(groups), [2.5, 97.5]))
+
+
+def test_intervals_are_those_of_a_plain_loop():
+    rng = np.random.default_rng(4)
+    groups = {task: [f"s/{task}/1/{i}" for i in range(n)] for task, n in (("a", 7), ("b", 12), ("c", 1))}
+    values = {key: rng.random() for keys in groups.values() for key in keys}
+    found = Bootstrap(groups).interval(values)
+    assert (found.mean, found.low, found.high) == pytest.approx(one_by_one(groups, values), abs=1e-12)
+    rows = [row for task, keys in groups.items() for row in full([1.0] * len(keys), task=task, length=1)]
+    for task, keys in groups.items():
+        rows += rows_of([values[key] for key in keys], task=task, length=1)
+    (summary,) = tables(rows)[0].summaries
+    assert summary.score == found
+    alone = summary.by_task["a"][0]
+    assert (alone.mean, alone.low, alone.high) == pytest.approx(one_by_one({"a": groups["a"]}, values), abs=1e-12)
+
+
+def test_pairs_are_compared_on_the_prompts_that_both_have():
+    rng = np.random.default_rng(5)
+    task_of = {f"s/{task}/1/{i}": task for task in ("a", "b") for i in range(9)}
+    every = {name: {key: rng.random() for key in task_of} for name in ("x", "y", "z")}
+    every["z"] = {key: value for key, value in every["z"].items() if key < "s/b/1/4"}
+    every["none"] = {"s/unknown/1/0": 1.0}
+    found = paired(every, task_of)
+    assert list(found) == [("x", "y"), ("x", "z"), ("y", "z")]
+    for (one, other), interval in found.items():
+        keys = sorted(every[one].keys() & every[other].keys())
+        groups = {task: [key for key in keys if task_of[key] == task] for task in ("a", "b")}
+        plain = one_by_one(groups, {key: every[one][key] - every[other][key] for key in keys})
+        assert (interval.mean, interval.low, interval.high) == pytest.approx(plain, abs=1e-12)
+
+
+def test_rounding_never_clears_zero():
+    task_of = {f"s/{task}/1/{i}": task for task in "abc" for i in range(11)}
+    values = {"one": dict.fromkeys(task_of, 0.1 + 0.2), "other": dict.fromkeys(task_of, 0.3)}
+    values["lucky"] = {key: 0.3 if key.endswith("/10") else 0.0 for key in task_of}
+    values["none"] = dict.fromkeys(task_of, 0.0)
+    found = paired(values, task_of)
+    assert values["one"] != values["other"]
+    assert (found["one", "other"].low, found["one", "other"].high) == (0.0, 0.0)
+    assert found["lucky", "none"].low == 0.0 < found["lucky", "none"].high  # one resample in 25 has none of the three
 
 
 def test_the_average_is_over_tasks_not_prompts():

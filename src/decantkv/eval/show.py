@@ -9,8 +9,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table as RichTable
 
+from decantkv.eval.bootstrap import Bootstrap
 from decantkv.eval.chat import REGIMES
-from decantkv.eval.statistics import Bootstrap, Summary, best_on_the_other_half, tables
+from decantkv.eval.statistics import Summary, best_on_the_other_half, tables
 
 
 def print_tables(

@@ -3,31 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-RESAMPLES = 4000
+from decantkv.eval.bootstrap import Bootstrap, Interval, grouped, intervals
+
 LEAST_FULL = 0.3  # a task the full cache itself fails at says nothing about eviction
 LEAST_SHARE = 0.1  # of a length's prompts; a method measured on fewer has only been begun, and gets no line
 LOSS = 0.1  # a prompt "loses" when its score falls by more than this share of the full cache's
-
-Floats = NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class Interval:
-    """A mean and the middle 95 % of its bootstrap distribution."""
-
-    mean: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
 
 @dataclass(frozen=True)
@@ -63,28 +49,6 @@ class Summary:
     bytes: float
     nll: Interval | None
     prompts: int
-
-
-class Bootstrap:
-    """Resamples of prompts, task by task, shared by everything compared on them."""
-
-    def __init__(self, prompts: Mapping[str, Sequence[str]], *, seed: int = 0) -> None:
-        self.prompts = {task: list(keys) for task, keys in prompts.items()}
-        rng = np.random.default_rng(seed)
-        self._draws = {
-            task: rng.integers(0, len(keys), size=(RESAMPLES, len(keys))) for task, keys in self.prompts.items()
-        }
-
-    def interval(self, values: Mapping[str, float], tasks: Iterable[str] | None = None) -> Interval:
-        """Of the mean over tasks of the task means; `values` is by prompt."""
-        chosen = list(self.prompts if tasks is None else tasks)
-        means, resampled = [], np.zeros(RESAMPLES)
-        for task in chosen:
-            scores = np.array([values[key] for key in self.prompts[task]])
-            means.append(scores.mean())
-            resampled += scores[self._draws[task]].mean(1)
-        low, high = np.percentile(resampled / len(chosen), [2.5, 97.5])
-        return Interval(float(np.mean(means)), float(low), float(high))
 
 
 @dataclass(frozen=True)
@@ -132,7 +96,7 @@ def _table(
     measure: str,
 ) -> Table:
     here = {key: row for key, row in full.items() if task_of[key][0] == length}
-    by_task = _grouped(here, task_of)
+    by_task = grouped(here, {key: task_of[key][1] for key in here})
     means = {task: float(np.mean([here[key][measure] for key in keys])) for task, keys in by_task.items()}
     kept = {task for task, mean in means.items() if measure != "score" or mean >= LEAST_FULL}
     chosen = {task: keys for task, keys in by_task.items() if task in kept} or by_task
@@ -167,16 +131,15 @@ def _summary(
         return None
     scores = {key: float(answers[key][measure]) for key in keys}
     best = {key: float(full[key][measure]) for key in keys}
-    bootstrap = Bootstrap(prompts)
-    by_task = {
-        task: (bootstrap.interval(scores, [task]), float(np.mean([best[key] for key in group])))
-        for task, group in prompts.items()
-    }
+    means, resampled = Bootstrap(prompts).task_means(scores, best)
+    score, full_score = intervals(means.mean(1), resampled.mean(1))
+    of_tasks = intervals(means[0], resampled[0])
+    by_task = {task: (of_tasks[i], float(means[1, i])) for i, task in enumerate(prompts)}
     return Summary(
         length,
         *name,
-        score=bootstrap.interval(scores),
-        full=bootstrap.interval(best),
+        score=score,
+        full=full_score,
         against=_against(scores, base, prompts, measure),
         by_task=by_task,
         worst=_worst(by_task, higher_is_better=measure == "score"),
@@ -227,13 +190,6 @@ def losing_share(scores: Mapping[str, float], full: Mapping[str, float]) -> floa
     if not counted:
         return 0.0
     return sum(scores[key] < (1 - LOSS) * full[key] for key in counted) / len(counted)
-
-
-def _grouped(keys: Iterable[str], task_of: Mapping[str, tuple[int, str]]) -> dict[str, list[str]]:
-    groups: dict[str, list[str]] = defaultdict(list)
-    for key in keys:
-        groups[task_of[key][1]].append(key)
-    return dict(sorted(groups.items()))
 
 
 @dataclass(frozen=True)

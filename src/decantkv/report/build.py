@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from importlib import resources
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from decantkv.eval.chat import REGIMES
+from decantkv.report.answers import packed
 from decantkv.report.pages import find_folders, section
 
 # told apart by hue and lightness, also with the common kinds of colour blindness; marks differ beside
@@ -35,11 +37,24 @@ def build(folders: Sequence[Path], bench: Sequence[Path] = ()) -> str:
     import jinja2
 
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    template = environment.from_string((resources.files("decantkv.report") / "page.html").read_text(encoding="utf-8"))
-    sections = [section(folder, number) for number, folder in enumerate(find_folders(folders))]
-    return template.render(
-        sections=sections, regimes=REGIMES, palette=PALETTE, latency=[bench_table(file) for file in bench]
+    sections: list[dict[str, Any]] = []
+    answers: dict[str, str] = {}
+    for number, folder in enumerate(find_folders(folders)):
+        made = asdict(section(folder, number))
+        answers |= {f"answers-{made['id']}-{length}": text for length, text in made.pop("answers").items()}
+        sections.append(made)
+    return environment.from_string(_file("page.html")).render(
+        sections=packed(sections),
+        answers=answers,
+        regimes=REGIMES,
+        palette=PALETTE,
+        scripts=[_file("chart.js"), _file("page.js")],
+        latency=[bench_table(file) for file in bench],
     )
+
+
+def _file(name: str) -> str:
+    return (resources.files("decantkv.report") / name).read_text(encoding="utf-8")
 
 
 def _flat(row: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
