@@ -248,11 +248,16 @@ def turn(x, positions, base=100.0):
     return torch.cat([z.real, z.imag], -1).to(x.dtype)
 
 
+@pytest.mark.parametrize("block", [512, 6], ids=["whole", "in blocks"])
 @pytest.mark.parametrize("future", [0, 5])
 @shapes
-def test_expected_attention(shape, future):
+def test_expected_attention(shape, future, block, monkeypatch):
     from dataclasses import replace
 
+    from decantkv.methods import expected
+
+    monkeypatch.setattr(expected, "_BLOCK", block)
+    monkeypatch.setattr(expected, "scratch_bytes", lambda device: 0)
     win = replace(example(shape), rotate=turn)
     method = ExpectedAttention(sinks=2, future=future)
 

@@ -11,9 +11,11 @@ from torch import Tensor
 from decantkv.methods.base import Kind, Method
 from decantkv.options import Impl, Need, expect_int
 from decantkv.scoring import streams
+from decantkv.scoring.scratch import scratch_bytes
 from decantkv.scoring.window import AttentionWindow, Rotate
 
-_BLOCK = 512
+_BLOCK = 512  # positions at once, at least
+_COPIES = 4  # of a block's queries are alive while it is turned
 
 
 @dataclass(frozen=True)
@@ -78,19 +80,21 @@ def query_statistics(
     counted = (position >= first)[:, None, :, None]
     dtype = torch.promote_types(queries.dtype, torch.float32)
     number = counted.sum(2, keepdim=True).clamp_min(1).to(dtype)
+    per_position = _COPIES * dtype.itemsize * queries[:, :, :1].numel()
+    length = max(_BLOCK, scratch_bytes(queries.device) // per_position)
 
     def block(low: int) -> Tensor:
-        q = queries[:, :, low : low + _BLOCK].to(dtype)
-        return q if rotate is None else rotate(q, -position[:, low : low + _BLOCK].clamp_min(0))
+        q = queries[:, :, low : low + length].to(dtype)
+        return q if rotate is None else rotate(q, -position[:, low : low + length].clamp_min(0))
 
-    blocks = range(0, win.kv_len, _BLOCK)
+    blocks = range(0, win.kv_len, length)
     mean = torch.zeros_like(queries[:, :, :1], dtype=dtype)
     for low in blocks:
-        mean += (block(low) * counted[:, :, low : low + _BLOCK]).sum(2, keepdim=True)
+        mean += (block(low) * counted[:, :, low : low + length]).sum(2, keepdim=True)
     mean = mean / number
     covariance = torch.zeros(*queries.shape[:2], *([queries.shape[3]] * 2), dtype=dtype, device=queries.device)
     for low in blocks:
-        centred = (block(low) - mean) * counted[:, :, low : low + _BLOCK]
+        centred = (block(low) - mean) * counted[:, :, low : low + length]
         covariance += centred.mT @ centred
     return mean[:, :, 0], covariance / number
 
