@@ -4,13 +4,16 @@ import copy
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from decantkv.eval.chat import ChatFormat
 from decantkv.eval.cli import make_plan
 from decantkv.eval.engine.prompt import Reader
+from decantkv.eval.engine.rows import Row, RowBatch
 from decantkv.eval.results import Store, read_folder
 from decantkv.eval.ruler import Series, Sources
 from decantkv.eval.runner import Runner
+from decantkv.eval.session import stretch
 
 pytestmark = pytest.mark.gpu
 
@@ -71,6 +74,35 @@ def test_a_prompt_in_chunks_is_the_prompt_in_one_piece(model, dtype):
         assert float((reading.next_logits - whole).norm() / whole.norm()) < most
         for mine, theirs in zip(reading.keys, readings[0].keys, strict=True):
             assert float((mine - theirs).float().norm() / theirs.float().norm()) < most
+
+
+@torch.no_grad()
+def test_a_late_question_far_into_a_prompt_is_as_near_the_truth_as_one_read_with_it():
+    """Two paths attend for it: flash beside parts that are joined, and a mask over rows. Neither may drift."""
+    length, rest = 66_000, 60
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=300, hidden_size=768, intermediate_size=256, num_hidden_layers=4, num_attention_heads=6,
+        num_key_value_heads=1, initializer_range=0.02, max_position_embeddings=2**15, rope_theta=1e6,
+    )  # fmt: skip
+    exact = LlamaForCausalLM(config).eval().to(torch.bfloat16).float().cuda()  # weights that bfloat16 holds
+    stretch(exact, 4.0)
+    ids = torch.randint(1, 300, (length,), generator=torch.Generator().manual_seed(3)).tolist()
+
+    def both(model):
+        reader = Reader(model, rows=8)
+        reader.chunk_of = lambda length: 25_700
+        for _ in reader.read(ids, [length - rest]):
+            pass
+        rows = [Row(reader.reading(), length - rest, tuple(ids[-rest:]))] * 2
+        late = RowBatch(model, rows, room=rest + 4).feed([ids[-rest:], ids[-rest:]])[0, -1]
+        return reader.reading().next_logits, late.float()
+
+    truth, late = both(exact)
+    assert float((late - truth).norm() / truth.norm()) < 1e-3
+    errors = [float((x - truth).norm() / truth.norm()) for x in both(copy.deepcopy(exact).to(torch.bfloat16))]
+    assert max(errors) < 0.05, errors
+    assert max(errors) < 3 * min(errors), errors
 
 
 def test_a_prompts_rows_wait_for_others_of_their_size(model, tokenizer, tmp_path):
