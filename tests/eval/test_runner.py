@@ -95,6 +95,27 @@ def test_without_memory_for_a_batch_it_goes_on_in_halves(whole, model, form, tmp
     assert answers(tmp_path) == answers(whole)
 
 
+def test_without_memory_for_a_prompt_it_finishes_what_waits_and_tries_again(whole, model, form, tmp_path, monkeypatch):
+    pauses, tries, read, finish, finished = [], [], Runner._read, Runner._finish, []
+
+    def tight(self, sample, missing):
+        tries.append(sample.key)
+        if tries.count(sample.key) < 4:
+            raise torch.OutOfMemoryError
+        return read(self, sample, missing)
+
+    monkeypatch.setattr(runner_module.time, "sleep", pauses.append)
+    monkeypatch.setattr(Runner, "_read", tight)
+    monkeypatch.setattr(Runner, "_finish", lambda self, jobs, *a: finished.append(len(jobs)) or finish(self, jobs, *a))
+    assert run(model, form, tmp_path)
+    assert answers(tmp_path) == answers(whole)
+    assert pauses == [0, 5, 15] * len(set(tries))
+    assert finished == [0] + [1] * len(set(tries)), "what waited was let go before the next attempt"
+    monkeypatch.setattr(Runner, "_read", lambda *a: (_ for _ in ()).throw(torch.OutOfMemoryError("too long")))
+    with pytest.raises(torch.OutOfMemoryError, match="too long"):
+        run(model, form, tmp_path / "never")
+
+
 def test_a_finished_run_does_nothing_and_more_of_anything_adds_only_that(whole, model, form, tmp_path):
     folder = tmp_path / "grown"
     small = make_plan("dropkv", "0.2", "aware")

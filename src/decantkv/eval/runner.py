@@ -34,6 +34,7 @@ Prompt = tuple[str, Callable[[], Sample]]
 """A sample's key and how to make it, in another thread; done prompts are never made."""
 
 AHEAD = 16
+PAUSES = (0, 5, 15, 30, 60)  # seconds between attempts to read a prompt that does not fit beside what others hold
 WAITING = 4  # full batches' rows that wait for rows of their size, where a batch costs as much as many of its steps
 
 
@@ -158,7 +159,12 @@ class Runner:
             if deadline is not None and time.monotonic() > deadline:
                 self._finish(jobs, store, progress)
                 return False
-            jobs.append(self._read(sample, missing))
+            job = self._try_to_read(sample, missing)
+            if job is None:
+                self._finish(jobs, store, progress)
+                jobs = []
+                job = self._read_when_it_fits(sample, missing)
+            jobs.append(job)
             rows = sum(len(job.rows) for job in jobs)
             if rows >= self.max_waiting or sum(job.nbytes for job in jobs) > self.memory // 4:
                 self._finish(jobs, store, progress)
@@ -175,6 +181,27 @@ class Runner:
             progress(len(wanted) - len(missing))
             if missing:
                 yield make, missing
+
+    def _try_to_read(self, sample: Sample, missing: list[Cell]) -> _Job | None:
+        """The prompt, or None where memory is short."""
+        try:
+            return self._read(sample, missing)
+        except torch.OutOfMemoryError:
+            return None
+
+    def _read_when_it_fits(self, sample: Sample, missing: list[Cell]) -> _Job:
+        """The prompt, as soon as others on the device leave memory for it."""
+        for pause in PAUSES:
+            time.sleep(pause)
+            self._empty_cache()
+            job = self._try_to_read(sample, missing)
+            if job is not None:
+                return job
+        return self._read(sample, missing)
+
+    def _empty_cache(self) -> None:
+        if self.model.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _read(self, sample: Sample, missing: list[Cell]) -> _Job:
         """Read the prompt and make the rows of its missing cells."""
@@ -249,8 +276,7 @@ class Runner:
                 raise
         self.limits.halve(entry.row for entry in batch)
         half = (len(batch) + 1) // 2
-        if self.model.device.type == "cuda":
-            torch.cuda.empty_cache()
+        self._empty_cache()
         return [*self._halving(batch[:half]), *self._halving(batch[half:])]
 
     def _measure(self, batch: list[_Entry]) -> list[dict[str, Any]]:
