@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -37,13 +38,15 @@ def test_from_text_to_page(demo_model, model_path, tmp_path, capsys):
     out = tmp_path / "page.html"
     show(
         model=model_path, prompt_file=prompt, question="What is acknowledged?", method=["dropkv", "snapkv:shared"],
-        budget="0.3", protect=["0:4"], max_new_tokens=3, out=out, name="demo",
+        budget="0.3", protect=["0:4"], max_new_tokens=3, out=out,
     )  # fmt: skip
     page = out.read_text(encoding="utf-8")
     data = json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL).group(1))
     assert "What is acknowledged?" in "".join(data["pieces"])
     assert [m["short"] for m in data["methods"]] == ["dropkv", "snapkv"]
     assert len(data["details"]) == 30
+    assert Path(model_path).name in page
+    assert str(model_path) not in page, "a page that is passed on says nothing of its maker's folders"
     assert f"{data['n_keep']} kept per head" in capsys.readouterr().out
 
 

@@ -22,7 +22,7 @@ def show(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 48,
     raw: Annotated[bool, typer.Option("--raw", help="Do not use the model's chat template.")] = False,
     out: Annotated[Path, typer.Option(help="The page.")] = Path("decantkv.html"),
-    name: Annotated[str, typer.Option(help="What to call the model; default: --model.")] = "",
+    name: Annotated[str, typer.Option(help="What to call the model; default: its id or its file's name.")] = "",
 ) -> None:
     """Write one self-contained page: the prompt inked by what was kept, and what the answer would have missed."""
     from decantkv.cli.generate import parse_budget, parse_span, read_prompt
@@ -53,7 +53,7 @@ def show(
             ids.to(loaded.device),
             pieces,
             settings,
-            model_name=name or model,
+            model_name=name or (Path(model).name if Path(model).exists() else model),
             max_new_tokens=max_new_tokens,
             progress=status.update,
         )
