@@ -19,12 +19,21 @@ def test_older_keys_are_cut_without_a_gap_into_few_sizes(length):
     assert len(set(sizes)) == len(sizes)
 
 
+def logits(q, k, scale):
+    """[B, HQ, q, N] float64, −inf where a key is not seen."""
+    k = k.double().repeat_interleave(q.shape[1] // k.shape[1], 1)
+    seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(k.shape[2] - q.shape[2])
+    return (q.double() @ k.mT * scale).masked_fill(~seen, -torch.inf)
+
+
 def exact(q, k, v, scale):
     """[B, HQ, q, Dv] float64."""
-    k, v = (x.double().repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(k.shape[2] - q.shape[2])
-    s = (q.double() @ k.mT * scale).masked_fill(~seen, -torch.inf)
-    return s.softmax(-1) @ v
+    return logits(q, k, scale).softmax(-1) @ v.double().repeat_interleave(q.shape[1] // v.shape[1], 1)
+
+
+def exact_lse(q, k, scale):
+    """[B, HQ, q] float64."""
+    return logits(q, k, scale).logsumexp(-1)
 
 
 def tensors(new, kv_len, device, dtype):
@@ -46,7 +55,9 @@ def test_parts_joined_by_their_denominators_are_the_whole(monkeypatch):
     monkeypatch.setattr(chunks, "cudnn", op)
     monkeypatch.setattr(chunks, "flash", op)
     q, k, v = tensors(20, 20 + 16 + 32 + 5, "cpu", torch.float64)
-    torch.testing.assert_close(chunks._in_parts(q, k, v, scale=0.2).double(), exact(q, k, v, 0.2), rtol=0, atol=1e-5)
+    out, lse = chunks._in_parts(q, k, v, scale=0.2)
+    torch.testing.assert_close(out.double(), exact(q, k, v, 0.2), rtol=0, atol=1e-5)
+    torch.testing.assert_close(lse.double(), exact_lse(q, k, 0.2), rtol=0, atol=1e-5)
 
 
 @pytest.mark.gpu
@@ -55,5 +66,8 @@ def test_on_a_gpu_a_chunk_attends_as_the_definition_says(new, kv_len):
     q, k, v = tensors(new, kv_len, "cuda", torch.bfloat16)
     if kv_len > new:
         assert chunks._cudnn_attends(q, k[:, :, -new:], v[:, :, -new:], scale=0.2), "torch prefers another op here"
-    got = chunks.attend_chunk(q, k, v, held=[kv_len], scale=0.2)
+    got, lse = chunks.attend_chunk_with_lse(q, k, v, held=[kv_len], scale=0.2)
     torch.testing.assert_close(got.double(), exact(q, k, v, 0.2), rtol=0, atol=0.02)
+    assert (lse is None) == (kv_len == new)
+    if lse is not None:
+        torch.testing.assert_close(lse.double(), exact_lse(q, k, 0.2), rtol=0, atol=1e-3)

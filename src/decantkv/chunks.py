@@ -25,12 +25,19 @@ def attend_chunk(query: Tensor, keys: Tensor, values: Tensor, *, held: Sequence[
     Returns:
         [B, HQ, q, Dv]. Where no row has anything to hide this is fused attention; else a mask is built.
     """
+    return attend_chunk_with_lse(query, keys, values, held=held, scale=scale)[0]
+
+
+def attend_chunk_with_lse(
+    query: Tensor, keys: Tensor, values: Tensor, *, held: Sequence[int], scale: float
+) -> tuple[Tensor, Tensor | None]:
+    """`attend_chunk`, and the natural log of its softmax denominators [B, HQ, q] float32 where they cost nothing."""
     new, kv_len = query.shape[2], keys.shape[2]
     if set(held) == {kv_len}:
         if LEAST_PART <= new < kv_len and _cudnn_attends(query, keys[:, :, -new:], values[:, :, -new:], scale=scale):
             return _in_parts(query, keys, values, scale=scale)
         bias = causal_lower_right(new, kv_len)
-        return scaled_dot_product_attention(query, keys, values, attn_mask=bias, scale=scale, enable_gqa=True)
+        return scaled_dot_product_attention(query, keys, values, attn_mask=bias, scale=scale, enable_gqa=True), None
     key = torch.arange(kv_len, device=keys.device)
     row = torch.arange(kv_len - new, kv_len, device=keys.device)
     first = kv_len - torch.tensor(held, device=keys.device)
@@ -38,7 +45,7 @@ def attend_chunk(query: Tensor, keys: Tensor, values: Tensor, *, held: Sequence[
     seen = (key <= row[:, None]) & ((key >= first[:, None, None]) | (key == row[:, None]))
     group = query.shape[1] // keys.shape[1]
     keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
-    return scaled_dot_product_attention(query, keys, values, attn_mask=seen[:, None], scale=scale)
+    return scaled_dot_product_attention(query, keys, values, attn_mask=seen[:, None], scale=scale), None
 
 
 def _cudnn_attends(query: Tensor, keys: Tensor, values: Tensor, *, scale: float) -> bool:
@@ -48,7 +55,7 @@ def _cudnn_attends(query: Tensor, keys: Tensor, values: Tensor, *, scale: float)
     return fused_choice(query, keys, values, scale=scale) == SDPBackend.CUDNN_ATTENTION.value
 
 
-def _in_parts(query: Tensor, keys: Tensor, values: Tensor, *, scale: float) -> Tensor:
+def _in_parts(query: Tensor, keys: Tensor, values: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
     """The chunk's own tokens, causally, and parts of the older ones, all seen, joined by their denominators.
 
     cuDNN's causal rule is for as many queries as keys; torch's way out, flash attention aligned to the lower right,
@@ -63,7 +70,7 @@ def _in_parts(query: Tensor, keys: Tensor, values: Tensor, *, scale: float) -> T
         more = more[:, :, :new, None]
         total.lerp_(out.float(), torch.sigmoid(more - lse))
         lse = torch.logaddexp(lse, more)
-    return total.to(query.dtype)
+    return total.to(query.dtype), lse[..., 0]
 
 
 def older_parts(length: int) -> list[tuple[int, int]]:

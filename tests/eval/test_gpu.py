@@ -8,6 +8,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from decantkv.eval.chat import ChatFormat
 from decantkv.eval.cli import make_plan
+from decantkv.eval.engine.keep import score
+from decantkv.eval.engine.policy import parse_policies
 from decantkv.eval.engine.prompt import Reader
 from decantkv.eval.engine.rows import Row, RowBatch
 from decantkv.eval.results import Store, read_folder
@@ -76,16 +78,38 @@ def test_a_prompt_in_chunks_is_the_prompt_in_one_piece(model, dtype):
             assert float((mine - theirs).float().norm() / theirs.float().norm()) < most
 
 
-@torch.no_grad()
-def test_a_late_question_far_into_a_prompt_is_as_near_the_truth_as_one_read_with_it():
-    """Two paths attend for it: flash beside parts that are joined, and a mask over rows. Neither may drift."""
-    length, rest = 66_000, 60
+def wide():
+    """Heads of 128, as Hopper's attention is made for; weights that bfloat16 holds."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=300, hidden_size=768, intermediate_size=256, num_hidden_layers=4, num_attention_heads=6,
         num_key_value_heads=1, initializer_range=0.02, max_position_embeddings=2**15, rope_theta=1e6,
     )  # fmt: skip
-    exact = LlamaForCausalLM(config).eval().to(torch.bfloat16).float().cuda()  # weights that bfloat16 holds
+    return LlamaForCausalLM(config).eval().to(torch.bfloat16).float().cuda()
+
+
+@torch.no_grad()
+def test_h2o_takes_denominators_from_a_prompts_chunks():
+    model, settings = wide().to(torch.bfloat16), parse_policies("h2o")[0].settings("0.1")
+    ids = torch.randint(1, 300, (9000,), generator=torch.Generator().manual_seed(4)).tolist()
+    scores, known = [], []
+    for chunk in (9000, 2000):
+        reader = Reader(model, rows=8, needs=frozenset({"queries"}))
+        reader.chunk_of = lambda length, chunk=chunk: chunk
+        for _, windows in reader.read(ids, [8950]):
+            known.append(windows.together.denominators)
+            scores.append(score(windows, settings))
+    assert known[:2] == [None, None]
+    assert [told[1:] for told in known[2:]] == [(2000, 8000)] * 2, "the last chunks are too short for cuDNN"
+    for chunks, whole in zip(scores[2:], scores[:2], strict=True):
+        assert float((chunks - whole).norm() / whole.norm()) < 0.01
+
+
+@torch.no_grad()
+def test_a_late_question_far_into_a_prompt_is_as_near_the_truth_as_one_read_with_it():
+    """Two paths attend for it: flash beside parts that are joined, and a mask over rows. Neither may drift."""
+    length, rest = 66_000, 60
+    exact = wide()
     stretch(exact, 4.0)
     ids = torch.randint(1, 300, (length,), generator=torch.Generator().manual_seed(3)).tolist()
 

@@ -70,8 +70,10 @@ def test_chunks_of_any_size_give_the_logits_and_choices_of_one_piece(name, monke
     make, without_masks = MODELS[name]
     model = make()
     ids = torch.randint(1, 97, (LENGTH,), generator=torch.Generator().manual_seed(5)).tolist()
-    attended, attend = [], prompt.attend_chunk
-    monkeypatch.setattr(prompt, "attend_chunk", lambda *a, **k: attended.append(a[0].shape[2]) or attend(*a, **k))
+    attended, attend = [], prompt.attend_chunk_with_lse
+    monkeypatch.setattr(
+        prompt, "attend_chunk_with_lse", lambda *a, **k: attended.append(a[0].shape[2]) or attend(*a, **k)
+    )
     with torch.no_grad():
         whole = model(torch.tensor([ids]), logits_to_keep=1).logits[0, -1]
     reader, one, kept = read(model, ids, LENGTH, [])
@@ -151,3 +153,34 @@ def test_a_later_cut_goes_on_from_an_earlier_cuts_sums(monkeypatch):
     torch.testing.assert_close(got[2, LENGTH], got[1, LENGTH], rtol=1e-5, atol=1e-7)
     for _, windows in reader.read(ids[:CUT], [CUT]):  # nothing is carried from one prompt to the next
         torch.testing.assert_close(score(windows, settings), got[2, CUT], rtol=1e-5, atol=1e-7)
+
+
+def test_what_chunks_knew_of_their_softmax_is_kept_for_whoever_sums_over_queries(monkeypatch):
+    model, attend = llama(2), prompt.attend_chunk_with_lse
+
+    def knowing(query, keys, values, *, held, scale):
+        """As on a GPU, where a short chunk's attention gives no denominators."""
+        out, _ = attend(query, keys, values, held=held, scale=scale)
+        new, kv_len = query.shape[2], keys.shape[2]
+        logits = query @ keys.repeat_interleave(2, 1).mT * scale
+        seen = torch.ones(new, kv_len, dtype=torch.bool).tril(kv_len - new)
+        return out, logits.masked_fill(~seen, -torch.inf).logsumexp(-1) if new >= 20 else None
+
+    monkeypatch.setattr(prompt, "attend_chunk_with_lse", knowing)
+    ids = torch.randint(1, 97, (130,), generator=torch.Generator().manual_seed(7)).tolist()
+    reader = Reader(model, rows=8, needs=frozenset({"queries"}))
+    reader.chunk_of = lambda length: 20
+    spans = []
+    for cut, windows in reader.read(ids, [70, 95, 130]):  # chunks end at 20, 40, 60, 70; 90, 95; 115, 130
+        told, win = windows.together.denominators, windows.together
+        spans.append(told[1:])
+        logits = win.queries @ win.k.repeat_interleave(2, 1).mT * win.scale
+        exact = logits.masked_fill(~torch.ones(cut, cut, dtype=torch.bool).tril(), -torch.inf).logsumexp(-1)
+        assert told.lse.shape == exact.shape
+        here = slice(told.start, told.stop)
+        torch.testing.assert_close(told.lse[:, :, here], exact[:, :, here], rtol=1e-5, atol=1e-5)
+        parts = list(keep._parts(win))
+        torch.testing.assert_close(torch.cat([part.denominators.lse for part in parts]), told.lse, equal_nan=True)
+    assert spans == [(20, 60)] * 3, "a chunk that did not know ends what is known"
+    for _, windows in Reader(model, rows=8).read(ids, [130]):
+        assert windows.together.denominators is None, "nobody asked"

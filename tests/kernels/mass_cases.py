@@ -5,38 +5,43 @@ from __future__ import annotations
 import torch
 
 from decantkv.kernels import mass
+from decantkv.scoring.window import Denominators
 
 
-def exact_mass(q, k, scale, start, softcap, sinks):
-    """Straight-line float64 over the N×N matrix."""
-    batch, heads, length, _ = k.shape
-    group = q.shape[1] // heads
+def exact(q, k, scale, start, softcap, sinks):
+    """Straight-line float64: weights [B, HQ, N, N] and the natural log of their denominators [B, HQ, N]."""
+    length, group = k.shape[2], q.shape[1] // k.shape[1]
     logits = q.double() @ k.double().repeat_interleave(group, 1).mT * scale
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     at = torch.arange(length)
-    seen = (at[None, :] <= at[:, None])[None].repeat(batch, 1, 1)
-    if start is not None:
-        seen = seen & (at[None, None, :] >= start[:, None, None])
+    real = torch.ones(1, length, dtype=torch.bool) if start is None else at >= start[:, None]
+    seen = (at <= at[:, None]) & real[:, None] & real[:, :, None]
     weights = logits.masked_fill(~seen[:, None], -torch.inf).exp()
-    extra = 0.0 if sinks is None else sinks.double().exp()[None, :, None, None]
-    total = weights.sum(-1, keepdim=True) + extra
-    p = weights / total.where(total > 0, 1.0)
-    if start is not None:
-        p = p * (at[None, :] >= start[:, None])[:, None, :, None]
-    return p.sum(2).unflatten(1, (heads, group)).mean(2)
+    extra = 0.0 if sinks is None else sinks.double().exp()[None, :, None]
+    total = weights.sum(-1) + extra
+    return weights / total.where(total > 0, 1.0)[..., None], total.log()
 
 
-def mass_case(device, dtype, *, batch, heads, group, length, dim, seed, pads=None, softcap=None, sinks=False, odd=0):
+def mass_case(
+    device, dtype, *, batch, heads, group, length, dim, seed, pads=None, softcap=None, sinks=False, odd=0, known=None
+):
     g = torch.Generator().manual_seed(seed)
     room = length + odd  # a stack that is longer than what was read of it
     q = torch.randn(batch, heads * group, room, dim, generator=g).to(dtype)[:, :, :length]
     k = torch.randn(batch, heads, room, dim, generator=g).to(dtype)[:, :, :length]
     start = None if pads is None else torch.tensor(pads)
     learned = torch.randn(heads * group, generator=g) if sinks else None
+    weights, lse = exact(q, k, dim**-0.5, start, softcap, learned)
+    options = {}
+    if known is not None:  # twice what they are, so that it shows where they are used
+        told = torch.full((*lse.shape[:2], room), torch.nan)
+        told[:, :, :length] = lse + torch.tensor(2.0).log()
+        options["denominators"] = Denominators(told.to(device)[:, :, :length], *known)
+        weights[:, :, slice(*known)] /= 2
     here = [x if x is None else x.to(device) for x in (q, k, start, learned)]
-    got = mass.column_mass(*here[:2], scale=dim**-0.5, start=here[2], softcap=softcap, sink_logits=here[3])
-    wanted = exact_mass(q, k, dim**-0.5, start, softcap, learned)
+    got = mass.column_mass(*here[:2], scale=dim**-0.5, start=here[2], softcap=softcap, sink_logits=here[3], **options)
+    wanted = weights.sum(2).unflatten(1, (heads, group)).mean(2)
     assert (got.shape, got.dtype) == ((batch, heads, length), torch.float32)
     torch.testing.assert_close(got.cpu().double(), wanted, rtol=2e-5, atol=1e-6)
     if start is not None:
@@ -50,7 +55,10 @@ def run(device, dtypes):
         mass_case(device, dtype, batch=2, heads=1, group=2, length=140, dim=16, seed=seed, pads=[0, 71])
         mass_case(device, dtype, batch=2, heads=1, group=1, length=90, dim=32, seed=seed, pads=[89, 7], sinks=True)
         mass_case(device, dtype, batch=1, heads=1, group=2, length=133, dim=64, seed=seed, softcap=3.0)
+        for known in ((50, 150), (50, 97), (0, 97), (7, 7)):
+            mass_case(device, dtype, batch=2, heads=1, group=2, length=150, dim=16, seed=seed, odd=5, known=known)
         if device != "cpu":
+            mass_case(device, dtype, batch=1, heads=2, group=6, length=3000, dim=128, seed=seed, known=(1111, 2900))
             for dim in (128, 80) if dtype == torch.float32 else (128, 80, 256):
                 mass_case(device, dtype, batch=2, heads=2, group=4, length=1000, dim=dim, seed=seed, pads=[0, 300],
                           odd=3)  # fmt: skip

@@ -13,6 +13,7 @@ from decantkv.kernels.blocks import Device, padded_dim
 from decantkv.kernels.launcher import on_device
 from decantkv.kernels.plan import device_of, precision_of
 from decantkv.kernels.primitives import LOG2E, dot, finite, normal_or_zero, to_logits2
+from decantkv.scoring.window import Denominators
 
 MAX_DIM = 256  # 128 in float32, whose three products of split operands would not fit
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -56,6 +57,7 @@ def column_mass(
     start: Tensor | None = None,
     softcap: float | None = None,
     sink_logits: Tensor | None = None,
+    denominators: Denominators | None = None,
 ) -> Tensor:
     """Σ_i p_ij over every query i, causal, mean over a KV head's group; no N×N matrix is stored.
 
@@ -63,6 +65,7 @@ def column_mass(
         q: [B, HQ, N, D]; k: [B, H, N, D]; one dtype, the last dimension contiguous, other strides free.
         start: [B] integers, the first real token of each row; None: all are real.
         sink_logits: [HQ] learned logits that take part in every softmax.
+        denominators: those that are known of the queries; the others are computed.
 
     Returns:
         [B, H, N] float32; 0 at pads.
@@ -80,37 +83,46 @@ def column_mass(
     factor, cap2 = (scale * LOG2E, 0.0) if softcap is None else (scale / softcap, softcap * LOG2E)
     sinks = None if sink_logits is None else sink_logits.float().contiguous()
     strides = (*q.stride()[:3], *k.stride()[:3])
-    blocks = triton.cdiv(length, cut.held)
     options = {
         "G": num_heads // heads, "D": dim, "BD": padded_dim(dim), "HELD": cut.held, "PASSING": cut.passing,
         "CAPPED": softcap is not None, "PRECISION": precision_of(k.dtype, device),
         "num_warps": cut.warps, "num_stages": cut.stages,
     }  # fmt: skip
     with on_device(k.device):
-        denominators_kernel[(blocks, batch * num_heads)](
-            q, k, lse2, start, sinks, length, factor, cap2, *strides, num_heads, **options
-        )
-        columns_kernel[(blocks, batch * heads)](
+        for begin, end in _unknown(denominators, length, lse2):
+            denominators_kernel[(triton.cdiv(end - begin, cut.held), batch * num_heads)](
+                q, k, lse2, start, sinks, begin, end, length, factor, cap2, *strides, num_heads, **options
+            )
+        columns_kernel[(triton.cdiv(length, cut.held), batch * heads)](
             q, k, lse2, mass, start, length, factor, cap2, *strides, heads, **options
         )
     return mass
 
 
-@triton.jit(do_not_specialize=["length"])
+def _unknown(known: Denominators | None, length: int, lse2: Tensor) -> list[tuple[int, int]]:
+    """Write what is known into lse2 [B, HQ, N], base 2; returns the spans of queries that are not."""
+    if known is None or known.start >= known.stop:
+        return [(0, length)]
+    here = slice(known.start, known.stop)
+    lse2[:, :, here] = known.lse[:, :, here] * LOG2E
+    return [span for span in ((0, known.start), (known.stop, length)) if span[0] < span[1]]
+
+
+@triton.jit(do_not_specialize=["row_begin", "row_end", "length"])
 def denominators_kernel(
-    p_q, p_k, p_lse, p_start, p_sink, length, scale, cap2, sqb, sqh, sqn, skb, skh, skn, num_heads,
+    p_q, p_k, p_lse, p_start, p_sink, row_begin, row_end, length, scale, cap2, sqb, sqh, sqn, skb, skh, skn, num_heads,
     G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, HELD: tl.constexpr, PASSING: tl.constexpr,
     CAPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of queries, B·HQ): base-2 log-sum-exp of every query [B, HQ, N], +inf where it sees nothing."""
+    """Grid (blocks of queries from row_begin to row_end, B·HQ): base-2 log-sum-exp, +inf where a query sees nothing."""
     i_bq = tl.program_id(1)
     i_b, i_q = (i_bq // num_heads).to(tl.int64), i_bq % num_heads
     # the last queries see most keys: their programs begin first
-    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * HELD
+    first = row_begin + (tl.num_programs(0) - 1 - tl.program_id(0)) * HELD
     i, d = first + tl.arange(0, HELD), tl.arange(0, BD)
     o_q = i.to(tl.int64)[:, None] * sqn + d[None, :]
     p_q += i_b * sqb + i_q.to(tl.int64) * sqh
-    b_q = tl.load(p_q + o_q, mask=(i < length)[:, None] & (d < D)[None, :], other=0.0)  # [HELD, BD]
+    b_q = tl.load(p_q + o_q, mask=(i < row_end)[:, None] & (d < D)[None, :], other=0.0)  # [HELD, BD]
     p_k += i_b * skb + (i_q // G).to(tl.int64) * skh
     begin = 0 if p_start is None else tl.load(p_start + i_b).to(tl.int32)
     m = tl.full([HELD], float("-inf"), tl.float32)
@@ -126,7 +138,7 @@ def denominators_kernel(
         m_new = tl.maximum(m, tl.max(s, 1))
         weight = weight * tl.exp2(m - m_new) + tl.sum(tl.exp2(s - m_new[:, None]), 1)
         m = m_new
-    for n0 in range(plain, tl.minimum(first + HELD, length), PASSING):
+    for n0 in range(plain, tl.minimum(first + HELD, row_end), PASSING):
         n = n0 + tl.arange(0, PASSING)
         m_n = n < length
         b_k = tl.load(p_k + n.to(tl.int64)[:, None] * skn + d[None, :], mask=m_n[:, None] & (d < D)[None, :], other=0.0)
@@ -137,7 +149,7 @@ def denominators_kernel(
         m = m_new
     seen = (weight > 0) & (i >= begin)
     lse2 = tl.where(seen, finite(m) + tl.log2(tl.where(seen, weight, 1.0)), float("inf"))
-    tl.store(p_lse + i_bq.to(tl.int64) * length + i, lse2, mask=i < length)
+    tl.store(p_lse + i_bq.to(tl.int64) * length + i, lse2, mask=i < row_end)
 
 
 @triton.jit(do_not_specialize=["length"])

@@ -44,7 +44,7 @@ def column_mass(win: AttentionWindow, queries: Tensor, *, impl: Impl = "auto") -
     kernel = kernels_on(win.k.device, "mass") if impl in ("auto", "triton") else None
     if kernel is not None and not known and kernel.unsupported(queries, win.k) is None:
         first = None if win.lengths is None else win.kv_len - win.lengths.to(win.k.device)
-        options = {"softcap": win.softcap, "sink_logits": win.sink_logits}
+        options = {"softcap": win.softcap, "sink_logits": win.sink_logits, "denominators": win.denominators}
         mass: Tensor = kernel.column_mass(queries, win.k, scale=win.scale, start=first, **options)
         return mass
     scores = torch.zeros(win.k.shape[:3], dtype=torch.float32, device=win.k.device)
@@ -54,7 +54,7 @@ def column_mass(win: AttentionWindow, queries: Tensor, *, impl: Impl = "auto") -
         stop = min(start + QUERY_BLOCK, win.kv_len)
         lengths = None if win.lengths is None else win.lengths - (win.kv_len - stop)
         q, k, v = queries[:, :, start:stop], win.k[:, :, :stop], win.v[:, :, :stop]
-        block = replace(win, q=q, k=k, v=v, lengths=lengths, out=None, lse=None, projected_norm=None, column_mass=None)
+        block = replace(win.bare(), q=q, k=k, v=v, lengths=lengths)
         scores[:, :, :stop] += scoring.compute("attention_mass", block, impl=impl)
     return scores
 

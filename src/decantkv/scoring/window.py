@@ -5,11 +5,24 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 Rotate = Callable[[Tensor, Tensor], Tensor]  # (x [B, H, T, D], positions [T] or [B, T] int64, negative too) -> x turned
+
+
+class Denominators(NamedTuple):
+    """Softmax denominators of a prompt's queries from `start` to `stop`, as the attention gave them.
+
+    Attributes:
+        lse: [B, HQ, N] their natural log, float32; of no meaning outside.
+    """
+
+    lse: Tensor
+    start: int
+    stop: int
 
 
 @dataclass(frozen=True)
@@ -38,6 +51,7 @@ class AttentionWindow:
         rotate: turns vectors that carry RoPE by a number of positions, R(δ)x, or None ("rotate").
         projected_norm: [B, H, N] float32, `streams.projected_norm` of these values, or None. A hint: whoever asks for
             many choices of one window computes it once.
+        denominators: of the softmax of `queries`, for some of them, or None. A hint.
         column_mass: [B, H, M] float32, `streams.column_mass` of the first M ≤ N tokens alone, or None. A hint: whoever
             looks at a prompt more than once need not sum up its beginning again.
     """
@@ -57,6 +71,7 @@ class AttentionWindow:
     output_projection: Tensor | None = None
     rotate: Rotate | None = None
     projected_norm: Tensor | None = None
+    denominators: Denominators | None = None
     column_mass: Tensor | None = None
 
     @property
@@ -96,6 +111,10 @@ class AttentionWindow:
         lse = self.lse if self.lse is None else self.lse[:, :, -rows:]
         mask = self.mask if self.mask is None else self.mask[:, :, -rows:]
         return replace(self, q=self.q[:, :, -rows:], mask=mask, out=out, lse=lse)
+
+    def bare(self) -> AttentionWindow:
+        """The same call without hints."""
+        return replace(self, out=None, lse=None, projected_norm=None, denominators=None, column_mass=None)
 
     def real(self, start: int = 0, stop: int | None = None) -> Tensor:
         """[B or 1, stop − start] bool: which keys are no pads."""

@@ -82,7 +82,9 @@ def _parts(together: AttentionWindow) -> Iterator[AttentionWindow]:
         here = slice(at, at + number)
         queries, mass = (x if x is None else x[here] for x in (together.queries, together.column_mass))
         q, k, v = (x[here] for x in (together.q, together.k, together.v))
-        yield replace(together, q=q, k=k, v=v, queries=queries, column_mass=mass)
+        known = together.denominators
+        known = known if known is None else known._replace(lse=known.lse[here])
+        yield replace(together, q=q, k=k, v=v, queries=queries, denominators=known, column_mass=mass)
 
 
 def choose(windows: Sequence[AttentionWindow], settings: Settings, scores: Tensor) -> Kept:

@@ -15,12 +15,12 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from decantkv import interface
 from decantkv.cache import ATTEND_TWICE, cache_argument, check_model, text_config
-from decantkv.chunks import attend_chunk
+from decantkv.chunks import attend_chunk_with_lse
 from decantkv.interface import AttentionCall, Hold
 from decantkv.needs import output_projection, rotation
 from decantkv.options import Need
 from decantkv.scoring import streams
-from decantkv.scoring.window import AttentionWindow, Rotate, make_window
+from decantkv.scoring.window import AttentionWindow, Denominators, Rotate, make_window
 
 _serial = itertools.count()
 
@@ -94,16 +94,27 @@ class WatchedLayer(DynamicLayer):
     """Keeps everything, and beside it the last `rows` queries (None: all) with what the attention call said.
 
     Args:
-        keys, values, queries: where the layer keeps them; queries only where all of them are remembered.
+        keys, values, queries, lse: where the layer keeps them; queries and softmax denominators only where all of them
+            are remembered.
         own: whether a prompt's later chunks attend by `attend_chunk` and not by the model's function.
     """
 
     def __init__(
-        self, layer_idx: int, cache_id: int, rows: int | None, keys: Stack, values: Stack, queries: Stack, *, own: bool
+        self,
+        layer_idx: int,
+        cache_id: int,
+        rows: int | None,
+        keys: Stack,
+        values: Stack,
+        queries: Stack,
+        lse: Stack,
+        *,
+        own: bool,
     ) -> None:
         super().__init__()
         self.layer_idx, self.cache_id, self.rows, self.own = layer_idx, cache_id, rows, own
-        self._keys, self._values, self._queries = keys, values, queries
+        self._keys, self._values, self._queries, self._lse = keys, values, queries, lse
+        self.known = (0, 0)  # whose denominators are kept
         self.queries: Tensor | None = None  # [1, HQ, ≤ rows, D]
         self.call: AttentionCall | None = None
         self.plain = True  # so far
@@ -132,8 +143,17 @@ class WatchedLayer(DynamicLayer):
             return None
         if not _plain(call):
             raise RuntimeError(f"layer {self.layer_idx}: expected plain causal attention as the layer began with")
-        out = attend_chunk(call.query, call.key, call.value, held=[kv_len], scale=call.scale)
+        out, lse = attend_chunk_with_lse(call.query, call.key, call.value, held=[kv_len], scale=call.scale)
+        if self.rows is None and lse is not None:
+            self._note(lse, kv_len - new)
         return out.transpose(1, 2).contiguous()
+
+    def _note(self, lse: Tensor, start: int) -> None:
+        """Keep the denominators [1, HQ, q] of a chunk's queries, as long as the chunks follow upon one another."""
+        begin, end = self.known
+        if begin == end or start == end:
+            self._lse.put(self.layer_idx, start, lse[..., None])
+            self.known = (start if begin == end else begin, start + lse.shape[2])
 
     def before_attention(self, mask: Any, **_: Any) -> Any:
         """The mask is the model's own."""
@@ -238,7 +258,7 @@ class Reader:
         cache_id = next(_serial)
         cache = DynamicCache(config=text_config(self.model))
         remembered = None if "queries" in self._needs else self.rows
-        self._stacks = [Stack(self._layers, len(ids)) for _ in range(3)]
+        self._stacks = [Stack(self._layers, len(ids)) for _ in range(4)]
         self._carried = Carried()
         self._watched = [
             WatchedLayer(i, cache_id, remembered, *self._stacks, own=self.plain) for i in range(self._layers)
@@ -258,7 +278,7 @@ class Reader:
             hold.close()
             for layer in self._watched:  # windows hold what they look at
                 layer.let_go()
-            self._stacks[2] = Stack(0, 0)
+            self._stacks[2:] = [Stack(0, 0), Stack(0, 0)]
 
     def chunk_of(self, length: int) -> int:
         """Tokens of one forward of a prompt, so that its activations and mask fit the memory."""
@@ -281,8 +301,10 @@ class Reader:
         first = each[0]
         if any((win.scale, win.softcap) != (first.scale, first.softcap) or win.sink_logits is not None for win in each):
             return Windows(each, None, self._carried)
-        keys, values, queries = self._stacks
+        keys, values, queries, lse = self._stacks
         every = queries.until(cut) if first.queries is not None else None
+        begin, end = self._watched[0].known
+        known = Denominators(lse.until(cut)[..., 0], begin, end) if begin < end else None
         together = AttentionWindow(
             torch.cat([win.q for win in each]),
             keys.until(cut),
@@ -290,6 +312,7 @@ class Reader:
             first.scale,
             softcap=first.softcap,
             queries=every,
+            denominators=known,
             column_mass=self._carried.column_mass,
         )
         return Windows(each, together, self._carried)
