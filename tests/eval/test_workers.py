@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -46,7 +45,7 @@ def test_several_processes_make_the_rows_of_one(model_folder, tmp_path):
 def test_time_that_has_run_out_leaves_the_rest_to_a_later_run(model_folder, tmp_path):
     given = ("--model", model_folder, *GIVEN, "--out", tmp_path / "out", "--workers", 2)
     stopped = invoke(*given, "--minutes", 0.0001)
-    assert "no rows" not in stopped.output
+    assert "expected answers of the full cache" in str(stopped.exception)
     assert "goes on from here" in stopped.stderr
     assert not answers(tmp_path / "out")
     assert invoke(*given).exit_code == 0
@@ -95,9 +94,10 @@ WRITER = """
 import sys
 from pathlib import Path
 from decantkv.eval.results import Store
-store = Store(Path(sys.argv[1]), {"x": 1}, {"command": "c"})
-for i in range(100):
-    store.append([{"row": "prompt", "prompt": f"{sys.argv[2]}/{i}/{j}", "text": "x" * 3000} for j in range(3)])
+store = Store(Path(sys.argv[1]), {"x": 1}, {"command": "shared"})
+for i in range(30):
+    store.begin({"command": f"{sys.argv[2]}/{i}"})
+    store.append([{"row": "prompt", "prompt": f"{sys.argv[2]}/{i}/{j}", "text": "x" * 100_000} for j in range(3)])
 """
 
 
@@ -106,11 +106,18 @@ def test_processes_write_to_one_folder_in_turn(tmp_path):
         subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path / "out"), str(n)], env=dict(os.environ))
         for n in range(3)
     ]
-    time.sleep(0.5)
-    late = Store(tmp_path / "out", {"x": 1}, {"command": "c"})  # opening drops a torn line: none may be under way
-    late.append([{"row": "prompt", "prompt": "late"}])
+    late = 0
+    while any(process.poll() is None for process in running):  # opening drops a torn line: none may be under way
+        store = Store(tmp_path / "out", {"x": 1}, {"command": "shared"})
+        store.append([{"row": "prompt", "prompt": f"late/{late}"}])
+        store.close()
+        late += 1
     assert [process.wait() for process in running] == [0, 0, 0]
-    late.close()
     run, rows = read_folder(tmp_path / "out")
-    assert len({row["prompt"] for row in rows}) == len(rows) == 3 * 300 + 1
-    assert run["sessions"] == [{"command": "c"}]
+    assert len({row["prompt"] for row in rows}) == len(rows) == 3 * 30 * 3 + late
+    commands = [session["command"] for session in run["sessions"]]
+    assert sorted(commands) == sorted(["shared", *(f"{n}/{i}" for n in range(3) for i in range(30))])
+    wrong = [
+        row for row in rows if row["prompt"][:4] != "late" and not row["prompt"].startswith(commands[row["session"]])
+    ]
+    assert not wrong, "a row's session is the one it was begun in"
