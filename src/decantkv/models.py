@@ -100,6 +100,11 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "decantkv"
 
 
+def name_of(source: str) -> str:
+    """What to call a model: its id, or its file's or folder's name without where it lies."""
+    return Path(source).name if Path(source).exists() else source
+
+
 def chat_prompt(tokenizer: Any, text: str) -> tuple[str, bool]:
     """The text as one user message in the model's chat template, and whether there is a template.
 

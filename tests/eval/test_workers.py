@@ -66,7 +66,7 @@ def test_bad_input_is_said_as_by_one_process(model_folder, tmp_path, changed, sa
     assert said in str(failed.exception)
 
 
-def _die(work, desk):
+def _die(work, shared):
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -91,9 +91,11 @@ def run(
     if workers:
         from decantkv.eval.workers import run as run_workers
 
-        run_workers(session, plan, out, workers=workers, command=command, **options)
+        whole = run_workers(session, plan, out, workers=workers, command=command, **options)
     else:
-        session.run(plan, out, command=command, **options)
+        whole = session.run(plan, out, command=command, **options)
+    if not whole:
+        typer.echo(f"stopped after {minutes:g} minutes; the same command goes on from here", err=True)
     show_tables(out)
 
 

@@ -115,8 +115,6 @@ class Session:
                 )
         finally:
             opened.store.close()
-        if not whole:
-            console.print(f"stopped after {minutes:g} minutes; the same command goes on from here")
         return whole
 
     def load(self) -> tuple[PreTrainedModel, Any]:
@@ -136,7 +134,6 @@ class Session:
         *,
         command: str,
         begun: float,
-        memory: int | None = None,
         **options: Any,
     ) -> Opened:
         """Everything that measuring takes, the folder open for more.
@@ -144,7 +141,7 @@ class Session:
         Args:
             loaded: of `load`; texts: of `texts`.
             begun: `time.time()` when the run began; processes of one run give the same.
-            memory: bytes for caches; options: `Runner`'s others.
+            options: `Runner`'s.
         """
         model, tokenizer = loaded
         form = ChatFormat(tokenizer, system=self.system)
@@ -153,7 +150,7 @@ class Session:
         prompts = list(self._prompts(apart, texts))[first - 1 :: every]
         circumstances = self._circumstances(model, plan, command, begun)
         store = Store(out, self._configuration(model, tokenizer, texts), circumstances)
-        runner = Runner(model, form, plan, stops=stop_tokens(model, tokenizer), memory=memory, **options)
+        runner = Runner(model, form, plan, stops=stop_tokens(model, tokenizer), **options)
         return Opened(runner, prompts, store)
 
     def _check_context(self, model: PreTrainedModel) -> None:
@@ -242,7 +239,7 @@ class Session:
         sources = {name: texts.describe(name) for name in ("niah_single_2", "qa_1", "qa_2")}
         return {
             "suite": self.suite,
-            "model": Path(self.model).name if Path(self.model).exists() else self.model,
+            "model": models.name_of(self.model),
             "weights": fingerprint(self.model, model),
             "note": self.note,
             "dtype": str(model.dtype).removeprefix("torch."),

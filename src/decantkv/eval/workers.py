@@ -24,7 +24,7 @@ from decantkv.eval.runner import Plan, Prompt, free_memory
 from decantkv.eval.session import Session, progress_bar
 from decantkv.processes import end_with_parent, environment
 
-Heard = dict[Connection, BaseProcess]
+Running = dict[Connection, BaseProcess]  # each process by where its messages arrive
 AHEAD = 3  # samples a worker takes before their turn; at a run's end the others wait for them
 
 
@@ -48,27 +48,27 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Desk:
+class Shared:
     """What one worker shares with the others.
 
     Attributes:
         beside: workers on its device, itself included.
-        next: the first prompt that nobody has taken.
+        taken: how many prompts have been, in their order.
         loaded: where all wait until every model is in memory.
         tell: messages to who started it.
     """
 
     beside: int
-    next: Any
+    taken: Any
     loaded: Any
     tell: Connection
 
     def draw(self, prompts: list[Prompt]) -> Iterator[Prompt]:
         """Prompts that nobody else gets."""
         while True:
-            with self.next.get_lock():
-                at = self.next.value
-                self.next.value += 1
+            with self.taken.get_lock():
+                at = self.taken.value
+                self.taken.value += 1
             if at >= len(prompts):
                 return
             yield prompts[at]
@@ -104,25 +104,22 @@ def run(
     # spawned, because a forked process must not use torch after its parent has used a GPU
     context = multiprocessing.get_context("spawn")
     places = _places(workers)
-    shared = context.Value("q", 0), context.Barrier(workers)
-    heard: Heard = {}
+    taken, loaded = context.Value("q", 0), context.Barrier(workers)
+    running: Running = {}
     try:
         for place in places:
-            ear, mouth = context.Pipe(duplex=False)
-            process = context.Process(target=_work, args=(work, Desk(places.count(place), *shared, mouth)))
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(target=_work, args=(work, Shared(places.count(place), taken, loaded, sender)))
             with environment(_environment(place, workers)):
                 process.start()
-            mouth.close()
-            heard[ear] = process
-        whole = _listen(heard, session.suite)
+            sender.close()
+            running[receiver] = process
+        return _listen(running, session.suite)
     finally:
-        for started in heard.values():
+        for started in running.values():
             started.terminate()
-        for started in heard.values():
+        for started in running.values():
             started.join()
-    if not whole:
-        Console(stderr=True).print(f"stopped after {minutes:g} minutes; the same command goes on from here")
-    return whole
 
 
 def _places(workers: int) -> list[str]:
@@ -138,19 +135,19 @@ def _environment(place: str, workers: int) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": place, "OMP_NUM_THREADS": str(threads)}
 
 
-def _listen(heard: Heard, name: str) -> bool:
+def _listen(running: Running, name: str) -> bool:
     """Show what is done until all workers are through; True when all of it is."""
     whole = True
     with progress_bar(Console(stderr=True)) as bar:
         task = bar.add_task(name, total=None)
-        left = dict(heard)
+        left = dict(running)
         while left:
             ready = wait(list(left))
-            for ear in [each for each in left if each in ready]:
+            for receiver in [each for each in left if each in ready]:
                 try:
-                    kind, said = ear.recv()
+                    kind, said = receiver.recv()
                 except EOFError:
-                    process = left.pop(ear)
+                    process = left.pop(receiver)
                     process.join()
                     if process.exitcode:
                         raise RuntimeError(f"workers: one ended with exit code {process.exitcode}") from None
@@ -168,33 +165,33 @@ def _listen(heard: Heard, name: str) -> bool:
     return whole
 
 
-def _work(work: Work, desk: Desk) -> None:
+def _work(work: Work, shared: Shared) -> None:
     """A worker's life."""
     end_with_parent()
     try:
-        desk.tell.send(("whole", _measure(work, desk)))
+        shared.tell.send(("whole", _measure(work, shared)))
     except ValueError as error:
-        desk.tell.send(("input", str(error)))
+        shared.tell.send(("input", str(error)))
     except BaseException:
-        desk.tell.send(("error", traceback.format_exc()))
+        shared.tell.send(("error", traceback.format_exc()))
 
 
-def _measure(work: Work, desk: Desk) -> bool:
+def _measure(work: Work, shared: Shared) -> bool:
     session = work.session
     disable_progress_bar()  # one for every worker's weights would hide the run's own
     texts, loaded = session.texts(), session.load()
     opened = session.open(
         loaded, texts, work.plan, work.out, command=work.command, begun=work.begun, graphs=work.graphs, ahead=AHEAD,
-        memory=desk.memory(loaded[0].device, work.memory),
+        memory=shared.memory(loaded[0].device, work.memory),
     )  # fmt: skip
-    desk.tell.send(("cells", opened.cells))
+    shared.tell.send(("cells", opened.cells))
     deadline = None if work.end is None else time.monotonic() + work.end - time.time()
     try:
         return opened.runner.run(
-            desk.draw(opened.prompts),
+            shared.draw(opened.prompts),
             opened.store,
             deadline=deadline,
-            progress=lambda cells: desk.tell.send(("done", cells)),
+            progress=lambda cells: shared.tell.send(("done", cells)),
         )
     finally:
         opened.store.close()

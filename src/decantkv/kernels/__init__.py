@@ -11,7 +11,8 @@ from torch import Tensor
 
 from decantkv.kernels import ops
 from decantkv.kernels.compaction import POOLS, launch_gather, launch_select
-from decantkv.kernels.launch import MAX_DIM, QUANTITIES, ROW_POOLS, launch_scores
+from decantkv.kernels.launch import QUANTITIES, ROW_POOLS, launch_scores
+from decantkv.kernels.plan import MAX_DIM
 from decantkv.kernels.primitives import INTERPRETED
 
 __all__ = ["INTERPRETED", "MAX_DIM", "QUANTITIES", "gather_kv", "select_topk", "window_scores"]

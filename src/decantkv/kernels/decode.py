@@ -15,10 +15,9 @@ from torch import Tensor
 
 from decantkv.kernels.blocks import Blocks, Device, padded_dim, power_of_two
 from decantkv.kernels.launcher import on_device
-from decantkv.kernels.plan import device_of, precision_of
-from decantkv.kernels.primitives import LOG2E, dot, finite, to_logits2
+from decantkv.kernels.plan import MAX_DIM, device_of, precision_of
+from decantkv.kernels.primitives import dot, finite, logit_factors, to_logits2
 
-MAX_DIM = 256
 JOIN = 8  # parts that are read at once when a lane's are joined
 MAX_ROWS = 64  # query rows a program holds; more are taken by further programs
 
@@ -128,7 +127,7 @@ def attend(
     out = torch.empty(batch, num_heads, new, v_dim, dtype=q.dtype, device=q.device)
     part = torch.empty(programs, tiles * block, v_dim, dtype=torch.float32, device=q.device)
     state = torch.empty(programs, 2, tiles * block, dtype=torch.float32, device=q.device)
-    factor, cap2 = (scale * LOG2E, 0.0) if softcap is None else (scale / softcap, softcap * LOG2E)
+    factor, cap2 = logit_factors(scale, softcap)
     device = device_of(q.device)
     cut = decode_blocks(block, dim, v_dim, keys.element_size(), splits.chunk, device)
     with on_device(q.device):

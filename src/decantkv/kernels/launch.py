@@ -13,7 +13,7 @@ from decantkv.kernels.attend import attend_kernel, merge_kernel
 from decantkv.kernels.blocks import norm_blocks, padded_dim, padded_rows, power_of_two, row_tile
 from decantkv.kernels.launcher import Launch, address, aligned, current_stream, on_device
 from decantkv.kernels.plan import Plan, device_of, plan, precision_of
-from decantkv.kernels.primitives import LOG2E
+from decantkv.kernels.primitives import logit_factors
 from decantkv.kernels.pull import chunk_sum_kernel, pull_kernel
 from decantkv.kernels.score import (
     ALIGNMENT,
@@ -33,7 +33,6 @@ from decantkv.kernels.weigh import norm_kernel, output_metric
 QUANTITIES = {"perturbation": PERTURBATION, "attention_mass": MASS, "alignment": ALIGNMENT, "chunk_alignment": PULL}
 ROW_POOLS = {"none": NO_POOL, "max": MAX_POOL, "avg": AVG_POOL}
 MERGE_CHUNK = 64  # splits a step of the merge reads at once
-MAX_DIM = 256
 CHUNK_BLOCK = 1024  # keys a program sums chunks of
 
 
@@ -197,7 +196,7 @@ def prepare(
     more = task.holds_more(max(dim, v_dim), k.element_size())
     chosen = plan_ or plan(group * window, dim, v_dim, k.dtype, n_keys, groups, device, one_pass=one_pass, more=more)
     splits = chosen.splits
-    factor, cap2 = (scale * LOG2E, 0.0) if softcap is None else (scale / softcap, softcap * LOG2E)
+    factor, cap2 = logit_factors(scale, softcap)
     row_width = 0 if kind == MASS else bdv
     if one_pass:
         part_width, words = (bdv + 2 if kind == PERTURBATION else 0), 2

@@ -11,12 +11,9 @@ from torch import Tensor
 
 from decantkv.kernels.blocks import Device, padded_dim
 from decantkv.kernels.launcher import on_device
-from decantkv.kernels.plan import device_of, precision_of
-from decantkv.kernels.primitives import LOG2E, dot, finite, normal_or_zero, to_logits2
+from decantkv.kernels.plan import device_of, precision_of, whole_heads_misfit
+from decantkv.kernels.primitives import LOG2E, dot, finite, logit_factors, normal_or_zero, to_logits2
 from decantkv.scoring.window import Denominators
-
-MAX_DIM = 256  # 128 in float32, whose three products of split operands would not fit
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Tiles(NamedTuple):
@@ -30,14 +27,9 @@ class Tiles(NamedTuple):
 
 def unsupported(q: Tensor, k: Tensor) -> str | None:
     """Why the kernels cannot take this input, or None."""
-    if q.dtype != k.dtype or k.dtype not in DTYPES:
-        return f"queries and keys are {q.dtype} and {k.dtype}, not both one of bfloat16, float16, float32"
-    most = MAX_DIM // 2 if k.dtype == torch.float32 else MAX_DIM
-    if k.shape[3] > most:
-        return f"head_dim {k.shape[3]} is above {most}"
     if q.stride(3) != 1 or k.stride(3) != 1:
         return "the last dimension of the queries or keys is not contiguous"
-    return None
+    return whole_heads_misfit("keys and queries", k, q)
 
 
 def tiles(itemsize: int, dim: int, device: Device) -> Tiles:
@@ -80,7 +72,7 @@ def column_mass(
     cut = tiles(k.dtype.itemsize, dim, device)
     lse2 = torch.empty(batch, num_heads, length, dtype=torch.float32, device=k.device)
     mass = torch.empty(batch, heads, length, dtype=torch.float32, device=k.device)
-    factor, cap2 = (scale * LOG2E, 0.0) if softcap is None else (scale / softcap, softcap * LOG2E)
+    factor, cap2 = logit_factors(scale, softcap)
     sinks = None if sink_logits is None else sink_logits.float().contiguous()
     strides = (*q.stride()[:3], *k.stride()[:3])
     options = {

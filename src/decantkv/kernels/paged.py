@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from decantkv.kernels import ops
-from decantkv.kernels.launch import MAX_DIM, QUANTITIES, ROW_POOLS, Pages, launch_scores
+from decantkv.kernels.launch import QUANTITIES, ROW_POOLS, Pages, launch_scores
 from decantkv.kernels.move import launch_compact
+from decantkv.kernels.plan import MAX_DIM
 
 __all__ = ["compact_paged", "score_paged"]
 

@@ -6,9 +6,13 @@ import functools
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from decantkv.kernels.blocks import Blocks, Device, attend_blocks, padded_rows, score_blocks, split_keys
 from decantkv.kernels.primitives import INTERPRETED
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MAX_DIM = 256  # of a head
 
 
 class Plan(NamedTuple):
@@ -51,3 +55,12 @@ def precision_of(dtype: torch.dtype, device: Device) -> str:
     if device.backend != "cuda":
         return "ieee"
     return "tf32x3" if dtype == torch.float32 else "tf32"  # float16 widened beside weights: tf32 holds it exactly
+
+
+def whole_heads_misfit(names: str, heads: Tensor, others: Tensor) -> str | None:
+    """Why a kernel that multiplies whole heads [B, H, N, D] with others cannot take them, or None."""
+    if heads.dtype != others.dtype or heads.dtype not in DTYPES:
+        return f"{names} are {heads.dtype} and {others.dtype}, not both one of bfloat16, float16, float32"
+    # the three products of float32's split operands would not fit
+    most = MAX_DIM // 2 if heads.dtype == torch.float32 else MAX_DIM
+    return f"head_dim {heads.shape[3]} is above {most}" if heads.shape[3] > most else None

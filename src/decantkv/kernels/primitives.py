@@ -20,6 +20,11 @@ TINY = 1.1754943508222875e-38  # float32's smallest normal number
 _TINY = tl.constexpr(TINY)
 
 
+def logit_factors(scale: float, softcap: float | None) -> tuple[float, float]:
+    """(scale, cap2) as `to_logits2` takes them."""
+    return (scale * LOG2E, 0.0) if softcap is None else (scale / softcap, softcap * LOG2E)
+
+
 @triton.jit
 def dot(a, b, PRECISION: tl.constexpr):
     """a [M, K] · b [K, N] accumulated in float32; PRECISION concerns float32 operands only."""

@@ -9,21 +9,13 @@ from torch import Tensor
 
 from decantkv.kernels.blocks import padded_dim
 from decantkv.kernels.launcher import on_device
-from decantkv.kernels.plan import device_of, precision_of
+from decantkv.kernels.plan import device_of, precision_of, whole_heads_misfit
 from decantkv.kernels.primitives import dot
-
-MAX_DIM = 256  # 128 in float32, whose three products of split operands would not fit
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def unsupported(v: Tensor, w_o: Tensor) -> str | None:
     """Why the kernel cannot take this input, or None."""
-    if v.dtype != w_o.dtype or v.dtype not in DTYPES:
-        return f"values and W_O are {v.dtype} and {w_o.dtype}, not both one of bfloat16, float16, float32"
-    most = MAX_DIM // 2 if v.dtype == torch.float32 else MAX_DIM
-    if v.shape[3] > most:
-        return f"head_dim {v.shape[3]} is above {most}"
-    return None
+    return whole_heads_misfit("values and W_O", v, w_o)
 
 
 def blocks(itemsize: int, dim: int) -> tuple[int, int, int]:

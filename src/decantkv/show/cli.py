@@ -26,7 +26,7 @@ def show(
 ) -> None:
     """Write one self-contained page: the prompt inked by what was kept, and what the answer would have missed."""
     from decantkv.cli.generate import parse_budget, parse_span, read_prompt
-    from decantkv.models import load
+    from decantkv.models import load, name_of
     from decantkv.settings import Settings
     from decantkv.show.collect import collect
     from decantkv.show.page import render
@@ -53,7 +53,7 @@ def show(
             ids.to(loaded.device),
             pieces,
             settings,
-            model_name=name or (Path(model).name if Path(model).exists() else model),
+            model_name=name or name_of(model),
             max_new_tokens=max_new_tokens,
             progress=status.update,
         )
