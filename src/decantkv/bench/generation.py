@@ -327,9 +327,7 @@ def latency(
     layer beforehand, beside the room that the other layers will take, so that one that does not fit fails within that
     layer's time.
     """
-    for method in methods:
-        if method not in METHODS:
-            raise ValueError(f"methods: expected some of {', '.join(sorted(METHODS))}, got {method!r}")
+    check_methods(methods)
 
     def measure(method: str, batch: int) -> Row:
         llama = model()
@@ -353,6 +351,17 @@ def latency(
             about = {"step": "latency", "method": method, "kv_len": length, "new": new,
                      "budget": None if method.startswith("none") else budget, "batch": batch}  # fmt: skip
             yield Case(about, functools.partial(measure, method, batch))
+
+
+def check_methods(methods: Sequence[str]) -> None:
+    """All of them exist.
+
+    Raises:
+        ValueError: one does not.
+    """
+    for method in methods:
+        if method not in METHODS:
+            raise ValueError(f"methods: expected some of {', '.join(sorted(METHODS))}, got {method!r}")
 
 
 def allocated(device: torch.device) -> int:

@@ -105,6 +105,25 @@ def latency(
 
 
 @app.command()
+def capacity(
+    geometries: Geometries = "llama-3.1-8b",
+    lengths: Numbers = "32768",
+    methods: Annotated[str, typer.Option(help="Methods, comma-separated, or all.")] = "all",
+    budget: float = 0.05,
+    most: Annotated[int, typer.Option(min=1, help="No larger batch is tried.")] = 256,
+    out: Out = None,
+) -> None:
+    """The largest batch of prompts that is read together, without eviction and for each method, by trial."""
+    from decantkv.bench.capacity import capacity as measured
+    from decantkv.methods import METHODS
+
+    named = list(METHODS) if methods == "all" else words(methods)
+    each(geometries, out, lambda model: measured(
+        model, lengths=numbers(lengths), methods=named, budget=budget, most=most
+    ))  # fmt: skip
+
+
+@app.command()
 def cap_cost(
     model: Annotated[str, typer.Option(help="A model id, a model folder, or a .gguf file.")],
     text: Annotated[Path, typer.Option(help="UTF-8 text to hide the number in.")],
