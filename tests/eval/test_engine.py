@@ -13,6 +13,7 @@ from decantkv.eval.engine.policy import parse_policies, parse_policy
 from decantkv.eval.engine.prompt import Reader
 from decantkv.eval.engine.quantise import bytes_share, quantise_keys, quantise_values
 from decantkv.eval.engine.rows import Row, RowBatch
+from decantkv.ragged import RaggedStore
 from decantkv.selection import Kept
 
 PROMPT, CUT, NEW = 90, 71, 12
@@ -151,6 +152,27 @@ def test_stops_end_rows_apart_and_dropping_done_rows_changes_nothing(model, ids,
         for answer, whole, row in zip(RowBatch(model, rows, room=40, lanes=lanes).generate(), free, rows, strict=True):
             ends = [i + 1 for i, token in enumerate(whole) if token in stops]
             assert answer == whole[: min([*ends, row.max_new_tokens])]
+
+
+def test_steps_read_nothing_of_rows_that_are_done(monkeypatch, model, ids, read):
+    reading, kept = read
+    rows = [Row(reading, PROMPT, (), k, max_new_tokens=4 + 5 * (i % 2)) for i, k in enumerate(kept_at(kept))]
+    attended, attend = [], RaggedStore.attend
+
+    def noted(store, q, **options):
+        attended.append(store.lens.view(store.batch, -1).sum(1).tolist())
+        return attend(store, q, **options)
+
+    monkeypatch.setattr(RaggedStore, "attend", noted)
+    RowBatch(model, rows, room=40, lanes=True).generate()
+    layers, heads = len(reading.keys), reading.keys[0].shape[1]
+    steps = [attended[at : at + layers] for at in range(0, len(attended), layers)]
+    assert len(steps) > 5
+    for number, step in enumerate(steps):
+        for held in step:
+            for row, tokens in zip(rows, held, strict=True):
+                going = number < row.max_new_tokens - 2  # the first two tokens were there before
+                assert tokens > 10 * heads if going else tokens == heads
 
 
 def kept_at(kept):

@@ -69,6 +69,7 @@ class Decoder:
     def _step(self) -> None:
         for shown in self.batch.shown:
             shown.index_fill_(2, self.slot, True)
+        self.batch.forget(self.done)
         logits = self.batch.forward(self.tokens, self.positions, 1)
         token = logits[:, -1].argmax(-1, keepdim=True)
         self.out.index_copy_(1, self.count, token)

@@ -43,16 +43,20 @@ class LaneLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length
 
 
-def gapless(layers: list[tuple[Tensor, Tensor]], shown: list[Tensor], room: int) -> list[RaggedStore]:
+def gapless(layers: list[tuple[Tensor, Tensor]], shown: list[Tensor], room: int) -> tuple[list[RaggedStore], Tensor]:
     """Per layer its shown tokens as lanes of one capacity, in the order of their slots; `layers` is emptied.
 
     Args:
         layers: keys [R, H, S, D] and values [R, H, S, Dv].
         shown: [R, 1 or H, S] bool per layer, or a single entry for all.
         room: free slots at the end of every lane.
+
+    Returns:
+        The stores, and the memory of all their lengths, [layers, R, H] int64.
     """
     stores: list[RaggedStore] = []
     slots = lens = None
+    lengths = torch.empty(len(layers), *layers[0][0].shape[:2], dtype=torch.long, device=layers[0][0].device)
     layers.reverse()
     while layers:
         keys, values = layers.pop()
@@ -67,8 +71,9 @@ def gapless(layers: list[tuple[Tensor, Tensor]], shown: list[Tensor], room: int)
         wide = slots.shape[1] + room
         starts = torch.arange(0, rows * heads * wide, wide, device=keys.device)
         moved = [_moved(x.reshape(rows * heads * width, -1), slots, wide) for x in (keys, values)]
-        stores.append(RaggedStore(moved[0], moved[1], starts, lens.clone(), batch=rows, room=room))
-    return stores
+        own = lengths[layer].view(-1).copy_(lens)
+        stores.append(RaggedStore(moved[0], moved[1], starts, own, batch=rows, room=room))
+    return stores, lengths
 
 
 def _moved(flat: Tensor, slots: Tensor, wide: int) -> Tensor:

@@ -150,6 +150,7 @@ class RowBatch:
         self.cache.layers = [RowLayer(self.place, keys, values) for keys, values in filled]
         self.masks: list[Tensor] = []
         self.stores: list[RaggedStore] = []  # the layers' tokens once gaps are closed
+        self.lengths: Tensor | None = None  # [layers, R, H] of them
 
     def store_of(self, layer_idx: int) -> RaggedStore | None:
         """The layer's tokens where it attends for itself, None where masks say what is seen."""
@@ -242,9 +243,14 @@ class RowBatch:
         """From now on layers hold what is shown of them alone, and room for so many tokens; nothing is fed any more."""
         layers = [(layer.keys, layer.values) for layer in self.cache.layers]
         self.cache.layers = []  # each is let go of as soon as it has moved
-        self.stores = gapless(layers, self.shown, steps)
+        self.stores, self.lengths = gapless(layers, self.shown, steps)
         self.cache.layers = [LaneLayer(store) for store in self.stores]
         self.shown, self.masks = [], []
+
+    def forget(self, done: Tensor) -> None:
+        """Once gaps are closed, rows [R] bool of which nothing is read any more: a step costs what the others hold."""
+        if self.lengths is not None:
+            self.lengths.masked_fill_(done[:, None], 0)
 
     def take(self, left: Tensor) -> None:
         """Keep only these rows' memory; their numbers change."""
