@@ -11,14 +11,17 @@ from tests.kernels.compiles import TARGETS, compiled, spilled
 if __name__ == "__main__":
     target, device = TARGETS[sys.argv[1]]
     for dtype, dim in (("bf16", 128), ("fp16", 128), ("fp32", 128), ("bf16", 256), ("bf16", 64)):
-        cut = mass.tiles(4 if dtype == "fp32" else 2, dim, device)
+        size = 4 if dtype == "fp32" else 2
         precision = "ieee" if target.backend == "hip" else "tf32x3" if dtype == "fp32" else "tf32"
         constants = {
-            "G": 4, "D": dim, "BD": padded_dim(dim), "HELD": cut.held, "PASSING": cut.passing, "CAPPED": False,
-            "p_start": None, "PRECISION": precision,
+            "G": 4, "D": dim, "BD": padded_dim(dim), "CAPPED": False, "p_start": None, "PRECISION": precision,
         }  # fmt: skip
-        for kernel, absent in ((mass.denominators_kernel, {"p_sink": None}), (mass.columns_kernel, {})):
-            made = compiled(kernel, target, dtype, {**constants, **absent}, warps=cut.warps, stages=cut.stages)
+        for kernel, cut, absent in (
+            (mass.denominators_kernel, mass.tiles(size, dim, device), {"p_sink": None}),
+            (mass.columns_kernel, mass.column_tiles(size, dim, device), {}),
+        ):
+            own = {**constants, **absent, "HELD": cut.held, "PASSING": cut.passing}
+            made = compiled(kernel, target, dtype, own, warps=cut.warps, stages=cut.stages)
             assert spilled(made, target) == 0, f"{dtype} {dim} {kernel} spills {spilled(made, target)}"
             assert made.metadata.shared <= device.shared_bytes, f"{dtype} {dim} takes {made.metadata.shared} bytes"
     print(f"{sys.argv[1]}: every sum of a prompt's attention compiles, no spills", flush=True)

@@ -33,12 +33,24 @@ def unsupported(q: Tensor, k: Tensor) -> str | None:
 
 
 def tiles(itemsize: int, dim: int, device: Device) -> Tiles:
-    """How both kernels are cut."""
+    """How the denominators' kernel is cut, which holds queries."""
     if itemsize == 4:
         return Tiles(32, 16, 4, 1)
     if dim > 128:
         return Tiles(64, 32, 4, 2)
     return Tiles(128, 64, 8, 3) if device.warpgroups else Tiles(64, 64, 4, 2)
+
+
+def column_tiles(itemsize: int, dim: int, device: Device) -> Tiles:
+    """How the columns' kernel is cut, which holds keys; the queries that pass are its dots' rows.
+
+    On Hopper four warps to a program, so that two share a multiprocessor: one exponentiates while the other multiplies.
+    """
+    if itemsize == 4:
+        return Tiles(32, 16, 4, 1)
+    if dim > 128:
+        return Tiles(128, 64, 8, 2) if device.warpgroups else Tiles(64, 32, 4 if device.backend == "hip" else 8, 2)
+    return Tiles(128, 64, 4, 3) if device.warpgroups else Tiles(64, 64, 4, 2)
 
 
 def column_mass(
@@ -69,25 +81,26 @@ def column_mass(
         raise ValueError(f"q, k: {reason}")
     (batch, heads, length, dim), num_heads = k.shape, q.shape[1]
     device = device_of(k.device)
-    cut = tiles(k.dtype.itemsize, dim, device)
     lse2 = torch.empty(batch, num_heads, length, dtype=torch.float32, device=k.device)
     mass = torch.empty(batch, heads, length, dtype=torch.float32, device=k.device)
     factor, cap2 = logit_factors(scale, softcap)
     sinks = None if sink_logits is None else sink_logits.float().contiguous()
     strides = (*q.stride()[:3], *k.stride()[:3])
     options = {
-        "G": num_heads // heads, "D": dim, "BD": padded_dim(dim), "HELD": cut.held, "PASSING": cut.passing,
-        "CAPPED": softcap is not None, "PRECISION": precision_of(k.dtype, device),
-        "num_warps": cut.warps, "num_stages": cut.stages,
+        "G": num_heads // heads, "D": dim, "BD": padded_dim(dim), "CAPPED": softcap is not None,
+        "PRECISION": precision_of(k.dtype, device),
     }  # fmt: skip
+    rows, columns = tiles(k.dtype.itemsize, dim, device), column_tiles(k.dtype.itemsize, dim, device)
     with on_device(k.device):
         for begin, end in _unknown(denominators, length, lse2):
-            denominators_kernel[(triton.cdiv(end - begin, cut.held), batch * num_heads)](
-                q, k, lse2, start, sinks, begin, end, length, factor, cap2, *strides, num_heads, **options
-            )
-        columns_kernel[(triton.cdiv(length, cut.held), batch * heads)](
-            q, k, lse2, mass, start, length, factor, cap2, *strides, heads, **options
-        )
+            denominators_kernel[(triton.cdiv(end - begin, rows.held), batch * num_heads)](
+                q, k, lse2, start, sinks, begin, end, length, factor, cap2, *strides, num_heads,
+                HELD=rows.held, PASSING=rows.passing, num_warps=rows.warps, num_stages=rows.stages, **options,
+            )  # fmt: skip
+        columns_kernel[(triton.cdiv(length, columns.held), batch * heads)](
+            q, k, lse2, mass, start, length, factor, cap2, *strides, heads,
+            HELD=columns.held, PASSING=columns.passing, num_warps=columns.warps, num_stages=columns.stages, **options,
+        )  # fmt: skip
     return mass
 
 
@@ -150,34 +163,37 @@ def columns_kernel(
     G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, HELD: tl.constexpr, PASSING: tl.constexpr,
     CAPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of keys, B·H): [B, H, N] float32, the weights of a block of queries at a time."""
+    """Grid (blocks of keys, B·H): [B, H, N] float32, the weights of a block of queries at a time.
+
+    Queries are rows, so that a thread needs few denominators; their sum over rows waits for the end.
+    """
     i_bh = tl.program_id(1)
     i_b, i_h = (i_bh // heads).to(tl.int64), i_bh % heads
     first = tl.program_id(0) * HELD
-    n, d = first + tl.arange(0, HELD), tl.arange(0, BD)
-    m_n = n < length
+    n, d, row = first + tl.arange(0, HELD), tl.arange(0, BD), tl.arange(0, PASSING)
+    m_n, m_d = n < length, (d < D)[None, :]
     p_k += i_b * skb + i_h.to(tl.int64) * skh
-    b_k = tl.load(p_k + n.to(tl.int64)[:, None] * skn + d[None, :], mask=m_n[:, None] & (d < D)[None, :], other=0.0)
+    b_k = tl.load(p_k + n.to(tl.int64)[:, None] * skn + d[None, :], mask=m_n[:, None] & m_d, other=0.0)
+    b_kt = tl.trans(b_k)  # [BD, HELD]
     begin = 0 if p_start is None else tl.load(p_start + i_b).to(tl.int32)
-    weight = tl.zeros([HELD, PASSING], tl.float32)
+    weight = tl.zeros([PASSING, HELD], tl.float32)
+    o_tile, step = row.to(tl.int64)[:, None] * sqn + d[None, :], tl.zeros([], tl.int64) + sqn
+    last = first + HELD + tl.maximum(length - first - HELD, 0) // PASSING * PASSING  # whole blocks end here
     for head in range(0, G):
         p_qh = p_q + i_b * sqb + (i_h * G + head).to(tl.int64) * sqh
         p_lseh = p_lse + (i_bh.to(tl.int64) * G + head) * length
-        for i0 in range(first, tl.minimum(first + HELD, length), PASSING):  # the diagonal
-            i = i0 + tl.arange(0, PASSING)
+        for edge in tl.range(0, HELD + PASSING, PASSING, num_stages=1):  # the diagonal, and what the last block lacks
+            i0 = tl.where(edge < HELD, first + edge, last)
+            i = i0 + row
             m_i = i < length
-            o_q = i.to(tl.int64)[:, None] * sqn + d[None, :]
-            b_q = tl.load(p_qh + o_q, mask=m_i[:, None] & (d < D)[None, :], other=0.0)  # [PASSING, BD]
+            b_q = tl.load(p_qh + i0 * step + o_tile, mask=m_i[:, None] & m_d, other=0.0)  # [PASSING, BD]
             lse2 = tl.load(p_lseh + i, mask=m_i, other=float("inf"))
-            s = to_logits2(dot(b_k, tl.trans(b_q), PRECISION), scale, cap2, CAPPED)  # [HELD, PASSING]
-            weight += tl.where(n[:, None] <= i[None, :], tl.exp2(s - lse2[None, :]), 0.0)
-        for i0 in range(first + HELD, length, PASSING):
-            i = i0 + tl.arange(0, PASSING)
-            m_i = i < length
-            o_q = i.to(tl.int64)[:, None] * sqn + d[None, :]
-            b_q = tl.load(p_qh + o_q, mask=m_i[:, None] & (d < D)[None, :], other=0.0)
-            lse2 = tl.load(p_lseh + i, mask=m_i, other=float("inf"))
-            s = to_logits2(dot(b_k, tl.trans(b_q), PRECISION), scale, cap2, CAPPED)
-            weight += tl.exp2(s - lse2[None, :])
-    mass = tl.where(n >= begin, normal_or_zero(tl.sum(weight, 1) / G), 0.0)
+            s = to_logits2(dot(b_q, b_kt, PRECISION), scale, cap2, CAPPED)  # [PASSING, HELD]
+            weight += tl.where(n[None, :] <= i[:, None], tl.exp2(s - lse2[:, None]), 0.0)
+        for i0 in range(first + HELD, last, PASSING):
+            b_q = tl.load(p_qh + i0 * step + o_tile, mask=m_d, other=0.0)
+            lse2 = tl.load(p_lseh + i0 + row)
+            s = to_logits2(dot(b_q, b_kt, PRECISION), scale, cap2, CAPPED)
+            weight += tl.exp2(s - lse2[:, None])
+    mass = tl.where(n >= begin, normal_or_zero(tl.sum(weight, 0) / G), 0.0)
     tl.store(p_mass + i_bh.to(tl.int64) * length + n, mass, mask=m_n)
