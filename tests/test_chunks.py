@@ -71,3 +71,22 @@ def test_on_a_gpu_a_chunk_attends_as_the_definition_says(new, kv_len):
     assert (lse is None) == (kv_len == new)
     if lse is not None:
         torch.testing.assert_close(lse.double(), exact_lse(q, k, 0.2), rtol=0, atol=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_len", [32_700, 64_933, 131_000])
+@pytest.mark.parametrize("new", [1, 41, 100, 1023])
+def test_on_a_gpu_a_short_chunk_far_into_a_prompt_attends_as_the_definition_says(new, kv_len):
+    g = torch.Generator(device="cuda").manual_seed(kv_len)
+    shapes = ((1, 12, new, 128), (1, 2, kv_len, 128), (1, 2, kv_len, 128))
+    q, k, v = (torch.randn(shape, generator=g, device="cuda").to(torch.bfloat16) for shape in shapes)
+    q[:, :, :, 0], k[:, :, kv_len // 3, 0] = (
+        12.0,
+        12.0,
+    )  # one key far back is seen by all, among many that matter little
+    got = chunks.attend_chunk(q, k, v, held=[kv_len], scale=128**-0.5).double()
+    for rows in range(0, new, 128):
+        here = slice(rows, rows + 128)
+        seen = kv_len - new + min(rows + 128, new)
+        wanted = exact(q[:, :, here], k[:, :, :seen], v[:, :, :seen], 128**-0.5)
+        assert float((got[:, :, here] - wanted).norm() / wanted.norm()) < 0.01
