@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -32,17 +34,18 @@ def test_a_method_ends_where_its_own_memory_does(monkeypatch):
     class Llama:
         device = torch.device("cpu")
 
-    def ours(llama, budget, *, method):
+    def contender(llama, name, budget, *, method=None):
+        assert name == ("dynamic" if method is None else "ours")
         now[:] = [method]
-        return capacity.nullcontext()
+        return nullcontext(), {}
 
     def warm(llama, ids, *, others):
-        method = now[0] if now else None
+        (method,) = now
         assert others == (100 if method is None else 5), "the other layers' room is taken"
         if len(ids) > ends[method]:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(capacity, "ours", ours)
+    monkeypatch.setattr(capacity, "contender", contender)
     monkeypatch.setattr(capacity, "warm", warm)
     monkeypatch.setattr(capacity, "prompts", lambda llama, batch, length: torch.zeros(batch, length))
     rows = made(capacity.capacity(Llama, lengths=[100], methods=["dropkv", "h2o"], budget=0.05, most=16))

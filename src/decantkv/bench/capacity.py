@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 from decantkv.bench.cases import Case, attempt, collect
-from decantkv.bench.generation import Model, check_methods, ours, peak, prompts, warm
+from decantkv.bench.generation import Model, check_methods, contender, peak, prompts, warm
 from decantkv.bench.rows import Row
 
 
@@ -35,11 +33,12 @@ def capacity(
         tried: dict[int, Row | None] = {}
 
         def read(batch: int) -> Row:
-            none: AbstractContextManager[Any] = nullcontext()
-            with none if method == "none" else ours(llama, budget, method=method):
+            full = method == "none"
+            context, _ = contender(llama, "dynamic" if full else "ours", budget, **({} if full else {"method": method}))
+            with context:
                 collect(llama.device)
                 ids = prompts(llama, batch, length)
-                warm(llama, ids, others=length if method == "none" else int(budget * length))
+                warm(llama, ids, others=length if full else int(budget * length))
             return {"peak_bytes": peak(llama.device)}
 
         def fits(batch: int) -> bool:

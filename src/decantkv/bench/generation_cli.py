@@ -96,11 +96,10 @@ def latency(
     A batch that does not fit fails in the first layer, and larger ones of its method are not tried.
     """
     from decantkv.bench import generation as g
-    from decantkv.methods import METHODS
 
-    named = list(METHODS) if methods == "all" else words(methods)
     each(geometries, out, lambda model: g.latency(
-        model, length=length, batches=numbers(batches), methods=named, budget=budget, new=new, static=static
+        model, length=length, batches=numbers(batches), methods=methods_of(methods), budget=budget, new=new,
+        static=static,
     ))  # fmt: skip
 
 
@@ -115,11 +114,9 @@ def capacity(
 ) -> None:
     """The largest batch of prompts that is read together, without eviction and for each method, by trial."""
     from decantkv.bench.capacity import capacity as measured
-    from decantkv.methods import METHODS
 
-    named = list(METHODS) if methods == "all" else words(methods)
     each(geometries, out, lambda model: measured(
-        model, lengths=numbers(lengths), methods=named, budget=budget, most=most
+        model, lengths=numbers(lengths), methods=methods_of(methods), budget=budget, most=most
     ))  # fmt: skip
 
 
@@ -174,6 +171,13 @@ def each(geometries: str, out: Path | None, cases: Callable[[Any], Iterator[Any]
             print(json.dumps(row, sort_keys=True) if made else f"there already: {row['step']} {row}", flush=True)
         model.cache_clear()
         collect(torch.device("cuda" if on_gpu else "cpu"))
+
+
+def methods_of(text: str) -> list[str]:
+    """Names from a list, or of every method."""
+    from decantkv.methods import METHODS
+
+    return list(METHODS) if text == "all" else words(text)
 
 
 def words(text: str) -> list[str]:
