@@ -7,7 +7,7 @@ import hashlib
 import platform
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from decantkv import models
 from decantkv.bench.rows import commit
-from decantkv.eval import niah, probes, ruler
+from decantkv.eval import fingerprints, niah, probes, ruler
 from decantkv.eval.chat import ChatFormat
 from decantkv.eval.engine.policy import describe
 from decantkv.eval.fidelity import Passages
@@ -237,10 +237,12 @@ class Session:
     def _configuration(self, model: PreTrainedModel, tokenizer: Any, texts: ruler.Sources) -> dict[str, Any]:
         """All that makes rows comparable; a folder holds one."""
         sources = {name: texts.describe(name) for name in ("niah_single_2", "qa_1", "qa_2")}
+        if self.suite == "longbench":
+            sources["longbench"] = longbench.describe(self.sources.longbench)
         return {
             "suite": self.suite,
             "model": models.name_of(self.model),
-            "weights": fingerprint(self.model, model),
+            "weights": fingerprints.of_model(self.model),
             "note": self.note,
             "dtype": str(model.dtype).removeprefix("torch."),
             "device": model.device.type,
@@ -297,25 +299,6 @@ def stretch(model: PreTrainedModel, factor: float) -> None:
     config.rope_parameters = rope
     decoder = model.get_decoder()
     decoder.rotary_emb = type(decoder.rotary_emb)(config).to(model.device)
-
-
-def fingerprint(source: str, model: PreTrainedModel) -> str:
-    """A file's sha256, a folder's over its weight files, a hub model's commit."""
-    path = Path(source)
-    if path.is_file():
-        return _sha_of([path])
-    if path.is_dir():
-        return _sha_of(sorted(path.glob("*.safetensors")))
-    return str(getattr(model.config, "_commit_hash", None))
-
-
-def _sha_of(files: Sequence[Path]) -> str:
-    digest = hashlib.sha256()
-    for file in files:
-        with file.open("rb") as handle:
-            while block := handle.read(1 << 22):
-                digest.update(block)
-    return digest.hexdigest()
 
 
 def _sha(text: str) -> str:

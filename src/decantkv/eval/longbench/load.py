@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from decantkv.eval import fingerprints
 from decantkv.eval.longbench.tasks import TASKS, LongBenchTask, check_task
 from decantkv.eval.sample import Sample
 
@@ -112,6 +113,15 @@ def load_records(source: str | Path | None, task: str) -> list[Record]:
     if not isinstance(entries, dict):
         raise ValueError(f"longbench: {file.name}: expected an object of entries, got a {type(entries).__name__}")
     return [_whole_prompt(task, entry, f"{file.name} entry {name}") for name, entry in entries.items()]
+
+
+def describe(source: str | Path | None) -> dict[str, str]:
+    """Name and fingerprint of a source of `load_records` that was read, for the rows of results."""
+    if source is None:
+        return {"hub": HUB, "commit": fingerprints.of_hub(HUB, "README.md", "dataset")}
+    path = Path(source)
+    files = [path] if path.is_file() else sorted({file for task in TASKS for file in _candidates(path, task)})
+    return {"data": path.name, "sha256": fingerprints.of_files(files)}
 
 
 def has_records(source: str | Path, task: str) -> bool:
