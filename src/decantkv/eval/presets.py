@@ -12,6 +12,13 @@ ALL = (
     "quantised-8bit,quantised-4bit,quantised-2bit"
 )
 
+TOGETHER = (  # what helps one by one in `table`, in one method: head budgets, a wider window, an average
+    "adadropkv[window=32],adadropkv[pool=avg,window=32],adadropkv[pool=avg,window=16],"
+    "snapkv:shared[pool=avg,window=32,allocation=ada]"
+)
+
+RIVALS = "expected-attention,pyramidkv,tova,caote"  # those that `table` leaves out
+
 VARIANTS = (  # what might do better than DropKV as it stands, one change at a time and then together
     "dropkv,dropkv[pool=avg],dropkv[pool=none],dropkv[window=4],dropkv[window=16],dropkv[window=32],dropkv[reduce=max],"
     "dropkv[weigh=output],dropkv[kernel_size=5],dropkv[kernel_size=21],adadropkv,adadropkv[window=32],"
@@ -56,6 +63,8 @@ PRESETS: dict[str, Preset] = {
     ),
     "first": Preset("ruler", "4096,16384", SIX, "0.05", "aware,agnostic", 50),
     "table": Preset("ruler", "4096,8192,16384,32768", ALL, "0.05,0.1,0.3", "aware,agnostic", 50),
+    "together": Preset("ruler", "4096,8192,16384,32768", TOGETHER, "0.05,0.1,0.3", "aware,agnostic", 50),
+    "rivals": Preset("ruler", "4096,8192,16384,32768", RIVALS, "0.05,0.1,0.3", "aware,agnostic", 50),
     "fidelity": Preset(
         "fidelity",
         "512",
