@@ -94,7 +94,7 @@ CHOSEN_FOR = ("3.6.", "3.9.")  # the Triton of the measurements, and the newest
 def spilled(kernel, target):
     """Bytes of stack a thread: where ptxas puts registers it ran out of. On AMD the assembler counts them.
 
-    0 with a Triton for which the blocks were not chosen: what it spills costs time, and nothing can be done about it here.
+    0 with a Triton for which the blocks were not chosen: what it spills costs time, and nobody measured there.
     """
     if not triton.__version__.startswith(CHOSEN_FOR):
         return 0

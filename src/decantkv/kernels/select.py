@@ -38,7 +38,7 @@ def pooled_order(n, i_row, i_b, p_score, p_forced, start, n_keys, pool_stop, hea
         x = tl.where(n < pool_stop, pooled, x)
     # adding 0 makes −0 and +0 tie
     bits = (x + 0.0).to(tl.uint32, bitcast=True)
-    order = tl.where((bits >> 31) != 0, ~bits, bits | 0x80000000)
+    order = tl.where((bits >> 31) != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
     keep = (n < start + head) | (n >= n_keys - tail)
     if FORCED:
         keep = keep | (tl.load(p_forced + i_b.to(tl.int64) * n_keys + n, mask=n < n_keys, other=0) != 0)
