@@ -53,42 +53,18 @@ def hub(model_folder, tmp_path_factory):
         yield address
 
 
-def evaluated(hub, folder, *options):
+def evaluated(hub, folder, options):
     environment = {**os.environ, "HF_ENDPOINT": hub, "HF_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "0"}
-    command = [
-        sys.executable,
-        "-m",
-        "decantkv",
-        "eval",
-        "--model",
-        "tiny/llama",
-        "--method",
-        "dropkv",
-        "--budget",
-        "0.2",
-    ]
+    command = f"-m decantkv eval --model tiny/llama --method dropkv --budget 0.2 --regime aware {options} --out".split()
     done = subprocess.run(
-        [*command, *options, "--out", str(folder / "out")], env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, *command, str(folder / "out")], env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     return read_folder(folder / "out")
 
 
 def test_ruler_takes_model_essays_and_questions_from_the_hub(hub, tmp_path):
-    run, rows = evaluated(
-        hub,
-        tmp_path,
-        "--suite",
-        "ruler",
-        "--length",
-        "3000",
-        "--task",
-        "niah_single_2,qa_1,qa_2",
-        "--samples",
-        "1",
-        "--regime",
-        "aware",
-    )
+    run, rows = evaluated(hub, tmp_path, "--suite ruler --length 3000 --task niah_single_2,qa_1,qa_2 --samples 1")
     told = {(row["prompt"].split("/")[1], row["policy"]) for row in rows if row["row"] == "answer"}
     assert told == {(task, policy) for task in ("niah_single_2", "qa_1", "qa_2") for policy in ("full", "dropkv")}
     configuration = run["configuration"]
@@ -101,8 +77,6 @@ def test_ruler_takes_model_essays_and_questions_from_the_hub(hub, tmp_path):
 
 
 def test_longbench_comes_from_the_hub(hub, tmp_path):
-    run, rows = evaluated(
-        hub, tmp_path, "--suite", "longbench", "--length", "2000", "--task", "hotpotqa", "--regime", "aware"
-    )
+    run, rows = evaluated(hub, tmp_path, "--suite longbench --length 2000 --task hotpotqa")
     assert len({row["prompt"] for row in rows}) == 3
     assert run["configuration"]["sources"] == {"longbench": {"hub": "Xnhyacinth/LongBench", "commit": COMMIT}}

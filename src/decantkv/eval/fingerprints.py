@@ -20,13 +20,20 @@ def of_files(files: Iterable[Path]) -> str:
 
 
 def of_model(source: str) -> str:
-    """A file's sha256, a folder's over its weight files, the commit of a model that was loaded from the hub."""
+    """A file's sha256, a folder's over its weight files, the commit of a model that was loaded from the hub.
+
+    Raises:
+        ValueError: a folder without weight files, or a model that was not loaded.
+    """
     path = Path(source)
     if path.is_file():
         return of_files([path])
-    if path.is_dir():
-        return of_files(sorted(path.glob("*.safetensors")))
-    return of_hub(source, "config.json")
+    if not path.is_dir():
+        return of_hub(source, "config.json")
+    files = sorted(path.glob("*.safetensors")) or sorted(path.glob("*.bin"))  # in the order that transformers looks
+    if not files:
+        raise ValueError(f"model: expected *.safetensors or *.bin in {source}, got neither")
+    return of_files(files)
 
 
 def of_hub(repo: str, file: str, kind: str = "model") -> str:
