@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
+import pickle
 import threading
 
 import pytest
@@ -61,6 +63,13 @@ def test_a_cache_that_is_gone_leaves_nothing_behind(model):
     gc.collect()
     assert footprint(model) == before
     assert not interface._patches
+
+
+def test_an_attached_model_is_neither_copied_nor_pickled(model):
+    for take in (copy.deepcopy, pickle.dumps):
+        with decantkv.attach(model, budget=0.5), pytest.raises(RuntimeError, match="outside of attach"):
+            take(model)
+    assert copy.deepcopy(model).state_dict().keys() == model.state_dict().keys()
 
 
 def test_nested_runs_the_inner_one_wins(model):

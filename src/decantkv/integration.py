@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import nn
@@ -177,6 +177,10 @@ class _Attachment:
         for name in ("generate_batch", "init_continuous_batching"):
             self._override(model, name, refuse_continuous_batching)
         self._prefill = threading.local()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """A copy's methods would be the original's."""
+        raise RuntimeError("model: expected to be copied or pickled outside of attach, got one that is attached")
 
     def _override(self, model: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         """Put a wrapped method on the instance; deleting it brings the class's own back."""
