@@ -80,10 +80,7 @@ def test_on_a_gpu_a_short_chunk_far_into_a_prompt_attends_as_the_definition_says
     g = torch.Generator(device="cuda").manual_seed(kv_len)
     shapes = ((1, 12, new, 128), (1, 2, kv_len, 128), (1, 2, kv_len, 128))
     q, k, v = (torch.randn(shape, generator=g, device="cuda").to(torch.bfloat16) for shape in shapes)
-    q[:, :, :, 0], k[:, :, kv_len // 3, 0] = (
-        12.0,
-        12.0,
-    )  # one key far back is seen by all, among many that matter little
+    q[..., 0] = k[:, :, kv_len // 3, 0] = 12.0  # one key far back is seen by all, among many that matter little
     got = chunks.attend_chunk(q, k, v, held=[kv_len], scale=128**-0.5).double()
     for rows in range(0, new, 128):
         here = slice(rows, rows + 128)

@@ -19,4 +19,6 @@ def test_kernels_compile_without_spills(name):
     command = [sys.executable, "-m", "tests.kernels.compiles", name, *(["--full"] if full else [])]
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr[-2000:]
+    if "not judged" in run.stdout:
+        pytest.skip(run.stdout.splitlines()[-1])
     assert "no spills" in run.stdout

@@ -37,6 +37,8 @@ def test_they_agree_with_their_definition_in_the_interpreter(kernels):
 def test_they_compile_without_spills(target, kernels):
     pytest.importorskip("triton")
     ran = python(f"tests.kernels.{kernels}_compiles", target, TRITON_INTERPRET="0")
+    if "not judged" in ran.stdout:
+        pytest.skip(ran.stdout.splitlines()[-1])
     assert "compiles, no spills" in ran.stdout, ran.stderr[-2000:]
 
 

@@ -14,8 +14,7 @@ def of_files(files: Iterable[Path]) -> str:
     digest = hashlib.sha256()
     for file in files:
         with file.open("rb") as handle:
-            while block := handle.read(1 << 22):
-                digest.update(block)
+            hashlib.file_digest(handle, lambda: digest)
     return digest.hexdigest()
 
 
