@@ -29,9 +29,7 @@ def pytest_collection_modifyitems(items):
     gone = not MODEL or not Path(MODEL).exists()
     for item in items:
         if item.get_closest_marker("interpreter") and not interprets():
-            item.add_marker(
-                pytest.mark.skip(reason=f"Triton before {INTERPRETER} fails at interpreting")
-            )
+            item.add_marker(pytest.mark.skip(reason=f"Triton before {INTERPRETER} fails at interpreting"))
         if gone and item.get_closest_marker("model"):
             item.add_marker(pytest.mark.skip(reason="DECANTKV_TEST_MODEL names no model file; `make test` sets it"))
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
