@@ -6,6 +6,7 @@ import datetime
 import importlib.metadata
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -30,7 +31,7 @@ def circumstances() -> Row:
         "cuda": torch.version.cuda,
         "versions": versions,
         "commit": commit(),
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
 
