@@ -1,7 +1,9 @@
 """Running, stopping, going on: every cell once, whatever happens in between."""
 
+import gc
 import json
 import time
+import weakref
 
 import pytest
 import torch
@@ -93,6 +95,49 @@ def test_without_memory_for_a_batch_it_goes_on_in_halves(whole, model, form, tmp
     assert run(model, form, tmp_path)
     assert max(batches) > 5 >= max(batches[-3:])
     assert answers(tmp_path) == answers(whole)
+
+
+def test_without_memory_for_a_single_row_it_waits_for_others(whole, model, form, tmp_path, monkeypatch):
+    pauses, tries, measure = [], [], Runner._measure
+
+    def tight(self, batch):
+        tries.append(len(batch))
+        if len(batch) > 1 or tries.count(1) < 4:
+            raise torch.OutOfMemoryError("others hold it")
+        return measure(self, batch)
+
+    monkeypatch.setattr(runner_module.time, "sleep", pauses.append)
+    monkeypatch.setattr(Runner, "_measure", tight)
+    assert run(model, form, tmp_path)
+    assert pauses == [0, 5, 15]
+    assert answers(tmp_path) == answers(whole)
+    monkeypatch.setattr(Runner, "_measure", lambda *a: (_ for _ in ()).throw(torch.OutOfMemoryError("too long")))
+    with pytest.raises(torch.OutOfMemoryError, match="too long"):
+        run(model, form, tmp_path / "never")
+
+
+def test_a_prompt_that_failed_half_way_leaves_nothing_behind(model, form, tmp_path, monkeypatch):
+    held, stacks, choose, finish = [], [], Runner._choose, Runner._finish
+
+    def tight(self, windows, *rest):
+        stacks.append(weakref.ref(self.reader._stacks[0].whole))
+        if len(stacks) == 1:
+            raise torch.OutOfMemoryError
+        return choose(self, windows, *rest)
+
+    def watched(self, jobs, *rest):
+        held.append([ref() is not None for ref in stacks])
+        return finish(self, jobs, *rest)
+
+    monkeypatch.setattr(Runner, "_choose", tight)
+    monkeypatch.setattr(Runner, "_finish", watched)
+    gc.collect()
+    gc.disable()  # memory goes at once, not with the next collection
+    try:
+        assert run(model, form, tmp_path, count=1)
+    finally:
+        gc.enable()
+    assert held[0] == [False], "while what waits is finished"
 
 
 def test_without_memory_for_a_prompt_it_finishes_what_waits_and_tries_again(whole, model, form, tmp_path, monkeypatch):

@@ -66,6 +66,16 @@ def test_bad_input_is_said_as_by_one_process(model_folder, tmp_path, changed, sa
     assert said in str(failed.exception)
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_more_memory_than_there_is_is_refused(model_folder, tmp_path, workers):
+    given = ("--model", model_folder, *GIVEN, "--out", tmp_path / "out", "--workers", workers)
+    failed = invoke(*given, "--memory-gb", 10**6)
+    assert isinstance(failed.exception, ValueError)
+    assert "memory: expected at most the" in str(failed.exception)
+    assert "got 1000000" in str(failed.exception)
+    assert not (tmp_path / "out").exists(), "nothing was begun"
+
+
 def _die(work, shared):
     os.kill(os.getpid(), signal.SIGKILL)
 

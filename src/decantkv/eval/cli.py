@@ -47,7 +47,9 @@ def run(
     minutes: Annotated[float, typer.Option(help="Begin no prompt after this long; 0: no limit.")] = 0.0,
     part: Annotated[str, typer.Option(help="K/N: every N-th prompt from the K-th, for runs side by side.")] = "1/1",
     workers: Annotated[int, typer.Option(min=0, help="Processes side by side, over all GPUs; 0: this one alone.")] = 0,
-    memory_gb: Annotated[float, typer.Option(help="For caches on a GPU; default: three fifths of what is free.")] = 0.0,
+    memory_gb: Annotated[
+        float, typer.Option(help="For a GPU's caches; default: three fifths of what is free there.")
+    ] = 0.0,
     graphs: Annotated[bool, typer.Option("--graphs/--no-graphs", help="CUDA graphs for decode steps.")] = True,
 ) -> None:
     """Run a suite; rows go to --out, the table to the terminal."""

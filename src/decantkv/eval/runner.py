@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,11 +32,12 @@ from decantkv.fused import standins
 from decantkv.scoring.window import AttentionWindow
 from decantkv.selection import Kept
 
+Some = TypeVar("Some")
 Prompt = tuple[str, Callable[[], Sample]]
 """A sample's key and how to make it, in another thread; done prompts are never made."""
 
 AHEAD = 16
-PAUSES = (0, 5, 15, 30, 60)  # seconds between attempts to read a prompt that does not fit beside what others hold
+PAUSES = (0, 5, 15, 30, 60)  # seconds between attempts at what does not fit beside what others hold
 WAITING = 4  # full batches' rows that wait for rows of their size, where a batch costs as much as many of its steps
 
 
@@ -127,7 +130,7 @@ class Runner:
         self.policies = {policy.label: policy for policy in plan.policies}
         asked = [policy.settings("1.0") for policy in plan.policies if policy.kind == "evict"]
         needs = frozenset(need for settings in asked for need in settings.method.needs)
-        self.memory = free_memory(model.device) * 3 // 5 if memory is None else memory
+        self.memory = cache_memory(model.device, None) if memory is None else memory
         rows = max((settings.rows for settings in asked), default=1)
         self.reader = Reader(model, rows=rows, needs=needs, memory=self.memory // 4)
         self.graphs = model.device.type == "cuda" if graphs is None else graphs
@@ -163,7 +166,7 @@ class Runner:
             if job is None:
                 self._finish(jobs, store, progress)
                 jobs = []
-                job = self._read_when_it_fits(sample, missing)
+                job = self._when_it_fits(partial(self._read, sample, missing))
             jobs.append(job)
             rows = sum(len(job.rows) for job in jobs)
             if rows >= self.max_waiting or sum(job.nbytes for job in jobs) > self.memory // 4:
@@ -184,22 +187,24 @@ class Runner:
 
     def _try_to_read(self, sample: Sample, missing: list[Cell]) -> _Job | None:
         """The prompt, or None where memory is short."""
-        try:
+        with contextlib.suppress(torch.OutOfMemoryError):
             return self._read(sample, missing)
-        except torch.OutOfMemoryError:
-            return None
+        self._give_back()  # now, since while the error lives so does all that it happened to
+        return None
 
-    def _read_when_it_fits(self, sample: Sample, missing: list[Cell]) -> _Job:
-        """The prompt, as soon as others on the device leave memory for it."""
+    def _when_it_fits(self, attempt: Callable[[], Some]) -> Some:
+        """What `attempt` gives as soon as others on the device leave memory for it."""
         for pause in PAUSES:
+            self._give_back()
             time.sleep(pause)
-            self._empty_cache()
-            job = self._try_to_read(sample, missing)
-            if job is not None:
-                return job
-        return self._read(sample, missing)
+            with contextlib.suppress(torch.OutOfMemoryError):
+                return attempt()
+        self._give_back()
+        return attempt()
 
-    def _empty_cache(self) -> None:
+    def _give_back(self) -> None:
+        """What no job needs: half a prompt that the reader could not finish, and memory for tensors that are gone."""
+        self.reader.forget()
         if self.model.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -269,14 +274,13 @@ class Runner:
 
     def _halving(self, batch: list[_Entry]) -> list[dict[str, Any]]:
         """A batch's answers; in halves, from then on, where others on the device left no memory for the whole."""
-        try:
+        with contextlib.suppress(torch.OutOfMemoryError):
             return self._measure(batch)
-        except torch.OutOfMemoryError:
-            if len(batch) == 1:
-                raise
+        if len(batch) == 1:
+            return self._when_it_fits(partial(self._measure, batch))
         self.limits.halve(entry.row for entry in batch)
         half = (len(batch) + 1) // 2
-        self._empty_cache()
+        self._give_back()
         return [*self._halving(batch[:half]), *self._halving(batch[half:])]
 
     def _measure(self, batch: list[_Entry]) -> list[dict[str, Any]]:
@@ -365,6 +369,20 @@ def _made_ahead(
             yield made.result(), cells
     finally:
         maker.shutdown(cancel_futures=True)
+
+
+def cache_memory(device: torch.device, asked: int | None) -> int:
+    """Bytes for caches on a device: what was asked for, or three fifths of what is free.
+
+    Raises:
+        ValueError: more was asked for than is free.
+    """
+    free = free_memory(device)
+    if asked is not None and asked > free:
+        raise ValueError(
+            f"memory: expected at most the {free / 2**30:.0f} GiB that are free on {device}, got {asked / 2**30:.0f}"
+        )
+    return free * 3 // 5 if asked is None else asked
 
 
 def free_memory(device: torch.device) -> int:

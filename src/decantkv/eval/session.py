@@ -31,7 +31,7 @@ from decantkv.eval.longbench import load as longbench
 from decantkv.eval.longbench.tasks import TASKS as LONGBENCH_TASKS
 from decantkv.eval.longbench.tasks import check_task as check_longbench
 from decantkv.eval.results import Store
-from decantkv.eval.runner import Plan, Prompt, Runner
+from decantkv.eval.runner import Plan, Prompt, Runner, cache_memory
 from decantkv.eval.sample import Sample
 
 PACKAGES = ("decantkv", "torch", "transformers", "tokenizers", "wonderwords", "rouge", "triton")
@@ -106,6 +106,7 @@ class Session:
         texts = self.texts()
         with console.status(f"loading {escape(self.model)}"):
             loaded = self.load()
+        memory = cache_memory(loaded[0].device, memory)
         opened = self.open(loaded, texts, plan, out, command=command, begun=begun, memory=memory, graphs=graphs)
         try:
             with progress_bar(console) as bar:

@@ -20,7 +20,7 @@ import torch
 from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
 
-from decantkv.eval.runner import Plan, Prompt, free_memory
+from decantkv.eval.runner import Plan, Prompt, cache_memory
 from decantkv.eval.session import Session, progress_bar
 from decantkv.processes import end_with_parent, environment
 
@@ -34,7 +34,7 @@ class Work:
 
     Attributes:
         begun: `time.time()` when the run began; end: when no prompt is begun any more, or None.
-        memory: bytes for all workers' caches on a device, or None for three fifths of what is free there.
+        memory: bytes for all workers' caches on one device, or None for three fifths of what is free there.
     """
 
     session: Session
@@ -76,9 +76,10 @@ class Shared:
     def memory(self, device: torch.device, asked: int | None) -> int:
         """Bytes for this worker's caches; measured when all models are loaded, before anyone takes more."""
         self.loaded.wait()
-        free = free_memory(device) * 3 // 5 if asked is None else asked
-        self.loaded.wait()
-        return free // self.beside
+        try:
+            return cache_memory(device, asked) // self.beside
+        finally:
+            self.loaded.wait()
 
 
 def run(

@@ -290,6 +290,10 @@ class Reader:
         mask = 0 if self.plain and self.model.device.type == "cuda" else 7 * length
         return max(256, min(32768, self.memory // (width + mask)))
 
+    def forget(self) -> None:
+        """Hold nothing of the prompt that was read last, or in part."""
+        self._stacks, self._watched, self._carried = [], [], Carried()
+
     def reading(self) -> Reading:
         """The prompt just read."""
         keys = [layer.keys for layer in self._watched]
