@@ -19,6 +19,12 @@ TOGETHER = (  # what helps one by one in `table`, in one method: head budgets, a
 
 RIVALS = "expected-attention,pyramidkv,tova,caote"  # those that `table` leaves out
 
+WINDOWS = (  # how few of the last queries are enough
+    "dropkv,dropkv[window=1],dropkv[window=2],dropkv[window=4],dropkv[window=1,allocation=shared],"
+    "adadropkv,adadropkv[window=1],adadropkv[window=2],adadropkv[pool=avg,window=1],adadropkv[pool=avg,window=32],"
+    "snapkv:shared,snapkv:shared[window=1],snapkv:shared[window=1,allocation=ada],tova"
+)
+
 VARIANTS = (  # what might do better than DropKV as it stands, one change at a time and then together
     "dropkv,dropkv[pool=avg],dropkv[pool=none],dropkv[window=4],dropkv[window=16],dropkv[window=32],dropkv[reduce=max],"
     "dropkv[weigh=output],dropkv[kernel_size=5],dropkv[kernel_size=21],adadropkv,adadropkv[window=32],"
@@ -65,6 +71,7 @@ PRESETS: dict[str, Preset] = {
     "table": Preset("ruler", "4096,8192,16384,32768", ALL, "0.05,0.1,0.3", "aware,agnostic", 50),
     "together": Preset("ruler", "4096,8192,16384,32768", TOGETHER, "0.05,0.1,0.3", "aware,agnostic", 50),
     "rivals": Preset("ruler", "4096,8192,16384,32768", RIVALS, "0.05,0.1,0.3", "aware,agnostic", 50),
+    "windows": Preset("ruler", "4096,8192,16384,32768", WINDOWS, "0.05,0.1,0.3", "aware,agnostic", 50),
     "fidelity": Preset(
         "fidelity",
         "512",
