@@ -13,6 +13,7 @@ import decantkv
 from decantkv.bench import generation
 from decantkv.bench.cap_cost import answer_loss
 from decantkv.bench.cases import collect, run
+from decantkv.buffers import ROOM
 from decantkv.cache import cache_argument
 from decantkv.cli import main
 from decantkv.methods import METHODS
@@ -67,6 +68,28 @@ def test_the_throughput_command(capsys, tmp_path):
     for length in (80, 120):
         whole = {row["prompt_s"] for row in rows if row["kv_len"] == length and row["impl"] is None}
         assert len(whole) == 1, "one reading serves both full caches and every batch"
+
+
+def test_the_long_command(capsys, tmp_path):
+    given = ("--length", "60", "--kept", "30", "--new", "200", "--every", "8,0", "--marks", "10,100,200")
+    _, rows = command(capsys, tmp_path / "rows.jsonl", "long", *given)
+    evicted, growing = rows
+    assert [row["every"] for row in rows] == [8, None]
+    for row in rows:
+        assert list(row["cache_bytes"]) == list(row["ms_a_token"]) == ["10", "100", "200"]
+        assert all(ms > 0 for ms in row["ms_a_token"].values())
+    tiny_model = generation.build("tiny", "cpu")
+    token = generation.token_bytes(tiny_model) * tiny_model.config.num_hidden_layers
+    assert set(evicted["cache_bytes"].values()) == {evicted["cache_bytes"]["10"]}, "as much at the end as at first"
+    assert 30 * token <= evicted["cache_bytes"]["200"] < (30 + 8 + ROOM + 1) * token
+    assert growing["cache_bytes"]["200"] >= (30 + 199) * token
+
+
+@pytest.mark.parametrize("marks", ["1", "300", "10,201"])
+def test_marks_outside_an_answer_are_refused(capsys, marks):
+    with pytest.raises(SystemExit):
+        main(["generation", "long", *TINY, "--new", "200", "--length", "60", "--kept", "30", "--marks", marks])
+    assert "marks: expected numbers of tokens from 2 to 200" in capsys.readouterr().err
 
 
 def test_the_latency_command_for_every_method(capsys, tmp_path):

@@ -47,20 +47,29 @@ def prompts(model: PreTrainedModel, batch: int, length: int) -> Tensor:
 
 
 class _Clock:
-    """Notes when each token is known; `generate` asks it after every one whether to stop."""
+    """Notes when each token is known, and says so; `generate` asks it after every one whether to stop."""
 
-    def __init__(self) -> None:
+    def __init__(self, each: Callable[[int], None]) -> None:
         self.times: list[float] = []
+        self.each = each
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         wait(input_ids.device)
         self.times.append(time.perf_counter())
+        self.each(len(self.times))
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
-def clocked(model: PreTrainedModel, ids: Tensor, new: int, **options: Any) -> tuple[float, list[float]]:
-    """(seconds to the first token, seconds of each later one) of one greedy generation."""
-    clock = _Clock()
+def clocked(
+    model: PreTrainedModel, ids: Tensor, new: int, *, each: Callable[[int], None] = lambda written: None, **options: Any
+) -> tuple[float, list[float]]:
+    """(seconds to the first token, seconds of each later one) of one greedy generation.
+
+    Args:
+        each: told how many tokens there are, after each; its own time counts for the next.
+        options: `generate`'s.
+    """
+    clock = _Clock(each)
     wait(ids.device)
     start = time.perf_counter()
     model.generate(

@@ -121,6 +121,25 @@ def capacity(
 
 
 @app.command()
+def long(
+    geometries: Geometries = "llama-3.1-8b",
+    length: int = 8192,
+    kept: int = 4096,
+    new: int = 32768,
+    every: Annotated[str, typer.Option(help="Intervals of re-eviction, comma-separated; 0: none.")] = "128,0",
+    marks: Annotated[str, typer.Option(help="After how many tokens bytes are read.")] = "128,4096,8192,16384,32768",
+    out: Out = None,
+) -> None:
+    """A long answer: milliseconds a token and the cache's bytes the further it gets, re-evicted on the way and not."""
+    from decantkv.bench.long_answer import long_answer
+
+    each(geometries, out, lambda model: long_answer(
+        model, length=length, kept=kept, new=new, intervals=[number or None for number in numbers(every)],
+        marks=numbers(marks),
+    ))  # fmt: skip
+
+
+@app.command()
 def cap_cost(
     model: Annotated[str, typer.Option(help="A model id, a model folder, or a .gguf file.")],
     text: Annotated[Path, typer.Option(help="UTF-8 text to hide the number in.")],
