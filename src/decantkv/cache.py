@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 
@@ -42,7 +42,7 @@ __all__ = [
     "PromptLayer",
     "cache_argument",
     "cache_bytes",
-    "check_model",
+    "checked_model",
     "decide",
     "defer",
     "deferred",
@@ -93,7 +93,7 @@ class EvictingCache(DynamicCache):
         """Check everything and prepare empty layers; the model's parameters are not touched.
 
         Args:
-            model: whose prompts this cache will hold.
+            model: whose prompts this cache will hold; it may be wrapped, see `attach`.
             method: a name, "name:preset", or a `Method`; `options` are the named method's own.
             budget: what is kept: a fraction in (0, 1] or a number of tokens per head, protected ones included.
             allocation: how the budget is spread: "uniform", "shared" (one set for all heads of a layer), "ada",
@@ -124,7 +124,7 @@ class EvictingCache(DynamicCache):
         return cache
 
     def _prepare(self, model: PreTrainedModel, settings: Settings, recorder: Recorder, bounds: Bounds) -> None:
-        check_model(model)
+        model = checked_model(model)
         super().__init__(config=text_config(model))
         self.settings, self.recorder, self.bounds = settings, recorder, bounds
         self.steps: StepGraphs | None = None  # `attach` brings graphs to the generations it sees
@@ -207,7 +207,7 @@ class EvictingCache(DynamicCache):
             ValueError: no such file, one that was changed, or one of another model or prompt.
         """
         about, tensors = files.read(path)
-        check_model(model)
+        model = checked_model(model)
         if about["model"] != files.model_fingerprint(model):
             raise ValueError(f"model: expected the one whose cache {path} holds, got other weights, shapes or dtypes")
         if prompt is not None and about["prompt"] != files.prompt_fingerprint(prompt):
@@ -284,10 +284,21 @@ def new_recorder(settings: Settings) -> Recorder:
     return Recorder(settings.method.describe(), f"{float(share):g}" if share is not None else f"{tokens} tokens")
 
 
-def check_model(model: object) -> None:
-    """Raise unless the model is one whose attention goes through transformers' interface."""
-    if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"model: expected a transformers PreTrainedModel, got {type(model).__name__}")
+def checked_model(model: object) -> PreTrainedModel:
+    """The transformers model, if its attention goes through transformers' interface.
+
+    `torch.compile`, PEFT and data parallelism wrap a model in one of another type, whose calls reach it all the same.
+
+    Raises:
+        TypeError: no transformers model, nor one in a wrapper.
+        UnsupportedModelError: one whose attention cannot be followed.
+    """
+    given = model
+    while not isinstance(model, PreTrainedModel):
+        inner = _wrapped(model)
+        if inner is None:
+            raise TypeError(f"model: expected a transformers PreTrainedModel, got {type(given).__name__}")
+        model = inner
     if not interface.modeling_files(model):
         raise interface.UnsupportedModelError(
             f"model: expected one that attends through transformers' attention interface, got {type(model).__name__}"
@@ -297,6 +308,19 @@ def check_model(model: object) -> None:
             f"model: expected one that works with transformers' own caches, got {type(model).__name__}, which in "
             f"transformers {transformers.__version__} needs a cache of its own"
         )
+    return model
+
+
+def _wrapped(model: object) -> object | None:
+    """What `torch.compile`, data parallelism or PEFT made this of; None where it is no such thing."""
+    if not isinstance(model, nn.Module):
+        return None
+    for name in ("_orig_mod", "module"):
+        if isinstance(within := getattr(model, name, None), nn.Module):
+            return within
+    base = getattr(model, "get_base_model", None)
+    inner: object = base() if callable(base) else None
+    return inner
 
 
 def _check_spread(model: PreTrainedModel, settings: Settings, shared: bool, peers: Peers) -> None:

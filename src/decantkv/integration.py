@@ -19,7 +19,7 @@ from decantkv import graphs, interface
 from decantkv.allocation import AllocationRule
 from decantkv.bounded import UNBOUNDED, Bounds, Decode
 from decantkv.budget import Budget
-from decantkv.cache import EvictingCache, cache_argument, check_model, decide, defer, deferred, give_up, new_recorder
+from decantkv.cache import EvictingCache, cache_argument, checked_model, decide, defer, deferred, give_up, new_recorder
 from decantkv.fused import Standin, standins
 from decantkv.generating import check_chunks, first_the_prompt, is_chunked, number_chunk, refuse_continuous_batching
 from decantkv.graphs import StepGraphs, Trust
@@ -63,7 +63,8 @@ def attach(
     counts; a thread without one follows the newest of all.
 
     Args:
-        model: an unmodified transformers model; its parameters and configuration are not touched.
+        model: an unmodified transformers model, or what `torch.compile`, PEFT or data parallelism made of one; its
+            parameters and configuration are not touched.
         method: a name, "name:preset", or a `Method`; `options` are the named method's own.
         budget: what is kept: a fraction in (0, 1] or a number of tokens per head, protected ones included.
         allocation: how the budget is spread: "uniform", "shared" (one set for all heads of a layer), "ada",
@@ -91,7 +92,7 @@ def attach(
     settings = Settings.parse(
         method, budget=budget, allocation=allocation, sinks=sinks, protect=protect, impl=impl, **options
     )
-    check_model(model)
+    model = checked_model(model)
     bounds = Bounds(prefill_chunk, max_kv_tokens, every, decode_budget, protect_prompt, decode, store, reuse_lse)
     return Run(model, settings, bounds.check(settings))
 

@@ -14,7 +14,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache
 from decantkv.cache import (
     PromptLayer,
     cache_bytes,
-    check_model,
+    checked_model,
     gather,
     replace_layers,
     text_config,
@@ -61,7 +61,7 @@ class ObservingCache(DynamicCache):
             TypeError, ValueError: an argument out of its range.
             UnsupportedModelError: a model whose attention cannot be followed.
         """
-        check_model(model)
+        model = checked_model(model)
         expect_int("rows", rows, at_least=1)
         super().__init__(config=text_config(model))
         cache_id = next(_serial)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from decantkv import interface
-from decantkv.cache import ATTEND_TWICE, cache_argument, check_model, text_config
+from decantkv.cache import ATTEND_TWICE, cache_argument, checked_model, text_config
 from decantkv.chunks import attend_chunk_with_lse
 from decantkv.interface import AttentionCall, Hold
 from decantkv.needs import output_projection, rotation
@@ -230,7 +230,7 @@ class Reader:
     def __init__(
         self, model: PreTrainedModel, *, rows: int, needs: frozenset[Need] = frozenset(), memory: int = 2**34
     ) -> None:
-        check_model(model)
+        model = checked_model(model)
         self.model, self.rows, self.memory = model, max(rows, 1), memory
         self._needs = needs
         self._rotate = rotation(model) if "rotate" in needs else None
