@@ -28,6 +28,9 @@ WRAPPERS = {
 }
 
 
+pytestmark = pytest.mark.filterwarnings("ignore:Dynamo")
+
+
 @pytest.fixture(params=WRAPPERS)
 def pair(request):
     """A wrapper and the model in it."""
@@ -51,11 +54,13 @@ def test_attaching_to_a_wrapper_attaches_to_its_model(pair):
 
 def test_a_forward_of_the_wrapper_evicts(pair):
     wrapper, model = pair
-    caches = [decantkv.EvictingCache(one, budget=0.3) for one in (wrapper, model)]
-    with torch.no_grad():
-        logits = [one(IDS, past_key_values=cache).logits for one, cache in zip((wrapper, model), caches, strict=True)]
-    assert torch.equal(*logits)
-    assert caches[0].nbytes() == caches[1].nbytes() <= 0.31 * caches[0].report().bytes_before
+    for batch, length in ((1, 60), (2, 45), (3, 71)):  # compiled, from the second on shapes are symbols
+        ids = tiny.prompt(length, batch=batch)
+        caches = [decantkv.EvictingCache(one, budget=0.3) for one in (wrapper, model)]
+        with torch.no_grad():
+            logits = [one(ids, past_key_values=cache).logits for one, cache in zip(pair, caches, strict=True)]
+        assert torch.equal(*logits)
+        assert caches[0].nbytes() == caches[1].nbytes() <= 0.31 * caches[0].report().bytes_before
 
 
 def test_caches_are_saved_for_and_observed_in_the_model(pair, tmp_path):
@@ -68,6 +73,20 @@ def test_caches_are_saved_for_and_observed_in_the_model(pair, tmp_path):
         assert decantkv.EvictingCache.load(tmp_path / "cache.safetensors", wrapper, prompt=IDS).nbytes()
         model(IDS, past_key_values=ObservingCache(wrapper, lambda win: seen.append(win.layer_idx), rows=8))
     assert seen == list(range(model.config.num_hidden_layers))
+
+
+def test_a_compiled_forward_generates_the_same():
+    """As transformers compiles, and others are told to: the forward, which then breaks where layers decide."""
+    model, found = tiny.llama(), []
+    for forward in (model.forward, torch.compile(model.forward, backend="eager")):
+        model.forward = forward
+        for batch, length in ((1, 60), (2, 45), (3, 71)):  # from the second on shapes are symbols
+            ids, mask = tiny.prompt(length, batch=batch), torch.ones(batch, length).long()
+            mask[1:, :9] = 0
+            with decantkv.attach(model, budget=20, every=8, decode="own") as run:
+                answer = model.generate(ids, attention_mask=mask, max_new_tokens=20, **tiny.GREEDY)
+            found.append((answer.tolist(), [layer["kept"] for layer in run.report().layers]))
+    assert found[:3] == found[3:]
 
 
 @pytest.mark.parametrize("given", [nn.Linear(2, 2), nn.DataParallel(nn.Linear(2, 2)), "a model", None])

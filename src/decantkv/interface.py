@@ -12,8 +12,9 @@ import threading
 import weakref
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
+import torch
 import transformers
 from torch import Tensor, nn
 from transformers import modeling_utils
@@ -21,6 +22,7 @@ from transformers import modeling_utils
 from decantkv.versions import BEYOND, OLDEST, transformers_fits
 
 Attention = Callable[..., Any]
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,15 @@ class Listener(Protocol):
 
 class UnsupportedModelError(ValueError):
     """The model computes attention in a way that eviction cannot follow."""
+
+
+def uncompiled(function: Function) -> Function:
+    """The function, which `torch.compile` leaves alone where it compiles a forward around it.
+
+    What layers decide depends on numbers that no graph should hold fast: lengths, and who waits for an attention call.
+    """
+    left_alone: Function = torch.compiler.disable(function)
+    return left_alone
 
 
 def check_version(version: str) -> None:
@@ -207,6 +218,7 @@ def _release(held: list[tuple[int, str]]) -> None:
 
 
 def _wrap(function: Attention, backend: str) -> Attention:
+    @uncompiled
     @functools.wraps(function)
     def attention(
         module: nn.Module,

@@ -90,6 +90,7 @@ class PromptLayer(CacheLayerMixin):
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Nothing to prepare: shapes are known at the first update."""
 
+    @interface.uncompiled
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Take the new tokens' keys and values; return what the attention must read.
 

@@ -40,6 +40,7 @@ class RaggedLayer(EvictingLayer):
     def _tensors(self) -> tuple[Tensor | None, Tensor | None]:
         return super()._tensors() if self.lanes is None else (self.lanes.keys, self.lanes.values)
 
+    @interface.uncompiled
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Take the new tokens' keys and values; after the prompt they alone are returned, and `attend` reads the rest.
 
