@@ -22,7 +22,8 @@ RIVALS = "expected-attention,pyramidkv,tova,caote"  # those that `table` leaves 
 WINDOWS = (  # how few of the last queries are enough
     "dropkv,dropkv[window=1],dropkv[window=2],dropkv[window=4],dropkv[window=1,allocation=shared],"
     "adadropkv,adadropkv[window=1],adadropkv[window=2],adadropkv[pool=avg,window=1],adadropkv[pool=avg,window=32],"
-    "snapkv:shared,snapkv:shared[window=1],snapkv:shared[window=1,allocation=ada],tova"
+    "snapkv:shared,snapkv:shared[window=1],snapkv:shared[window=1,allocation=ada],tova,"
+    "criticalkv[window=1,pool=max,kernel_size=11,allocation=ada]"
 )
 
 VARIANTS = (  # what might do better than DropKV as it stands, one change at a time and then together
