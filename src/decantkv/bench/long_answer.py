@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import statistics
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from decantkv.bench.cases import Case, collect
 from decantkv.bench.generation import WARM, Model, clocked, how, ours, peak, prompts
@@ -33,8 +33,7 @@ def long_answer(
     def measure(every: int | None) -> Row:
         llama = model()
         held: dict[str, int] = {}
-        options: dict[str, Any] = {} if every is None else {"every": every}
-        with ours(llama, kept, **options) as run:
+        with ours(llama, kept, every=every) as run:
             cache = run.new_cache()
 
             def look(written: int) -> None:
@@ -44,9 +43,10 @@ def long_answer(
             collect(llama.device)
             first, steps = clocked(llama, prompts(llama, 1, length), new, each=look, **{cache_argument(llama): cache})
             made = how(llama, run)
-        begins = [min(WARM, stops[0] - 2), *(stop - 1 for stop in stops)]
-        spans = {str(stop): steps[begin : stop - 1] for begin, stop in zip(begins, stops, strict=False)}
-        medians = {stop: round(1e3 * statistics.median(span), 3) for stop, span in spans.items()}
+        edges = itertools.pairwise([min(WARM, stops[0] - 2), *(stop - 1 for stop in stops)])
+        medians = {
+            str(stop): round(1e3 * statistics.median(steps[slice(*e)]), 3) for stop, e in zip(stops, edges, strict=True)
+        }
         return {
             "first_token_s": round(first, 4), "whole_s": round(first + sum(steps), 3), "ms_a_token": medians,
             "cache_bytes": held, "peak_bytes": peak(llama.device), **made,
