@@ -23,6 +23,7 @@ CONFIGURATION = {
     "suite": "ruler", "model": "tiny-<b>model</b>", "weights": "abc", "note": "4-bit GGUF, dequantised",
     "dtype": "float32", "device": "cpu", "yarn": 1.0,
 }  # fmt: skip
+RIVAL = "snapkv:shared[window=1,pool=max,kernel_size=11,allocation=ada,reduce=max,weigh=output]"  # wider than a phone
 EVIL = "</script><script>document.title='broken'</script>"
 
 
@@ -42,7 +43,7 @@ def results(tmp_path_factory):
             answer = {"row": "answer", "prompt": prompt, "kept": 1.0, "bytes": 1.0, "new_tokens": 9, "answer": EVIL}
             store.append([{**answer, "regime": "any", "policy": "full", "budget": "1", "score": best}])
             for regime in ("aware", "agnostic"):
-                for policy in ("dropkv", "snapkv"):
+                for policy in ("dropkv", RIVAL):
                     for budget in ("0.05", "0.3"):
                         share = float(budget)
                         score = best * (rng.random() < share * 3)
@@ -70,14 +71,14 @@ def test_every_number_stands_under_its_regime_and_beside_its_interval(page):
     (section,) = held(page)["sections"]
     assert section["title"].startswith("ruler, tiny-<b>model</b>, float32, cpu, 4-bit GGUF, dequantised")
     assert section["sessions"][0]["command"] == "decantkv eval --x"
-    assert section["methods"] == ["dropkv", "snapkv"]
+    assert section["methods"] == ["dropkv", RIVAL]
     assert [(panel["length"], panel["regime"]) for panel in section["panels"]] == [(4096, "aware"), (4096, "agnostic")]
     for panel in section["panels"]:
         assert panel["left_out"] == "cwe 0.10"
         assert panel["full"] == 1.0
         assert panel["tasks"] == {"niah_single_1": 1.0, "vt": 1.0}
         assert {(p["method"], p["budget"]) for p in panel["points"]} == {
-            (method, budget) for method in ("dropkv", "snapkv") for budget in ("0.05", "0.3")
+            (method, budget) for method in ("dropkv", RIVAL) for budget in ("0.05", "0.3")
         }
         for point in panel["points"]:
             size, memory, score, against, worst, *_ = point["texts"]
@@ -86,7 +87,7 @@ def test_every_number_stands_under_its_regime_and_beside_its_interval(page):
             assert point["score"][1] <= point["score"][0] <= point["score"][2]
             assert point["score"][0] == pytest.approx(sum(s[0] for s in point["by_task"].values()) / 2, abs=1e-3)
             assert re.fullmatch(r"\w+ \d\.\d\d of 1\.00", worst)
-            assert bool(against) == (point["method"] == "snapkv")
+            assert bool(against) == (point["method"] == RIVAL)
             ends = re.fullmatch(r"-?\d\.\d{3} \[(-?[\d.]+), (-?[\d.]+)\]", against)
             assert point["clear"] == bool(ends and (float(ends[1]) > 0 or float(ends[2]) < 0))
 
@@ -95,10 +96,10 @@ def test_methods_are_set_against_each_other_both_ways(page):
     for panel in held(page)["sections"][0]["panels"]:
         assert [budget for budget, _, _ in panel["versus"]] == ["0.05", "0.3"]
         for budget, names, ((own, there), (back, _)) in panel["versus"]:
-            assert names == ["dropkv", "snapkv"]
+            assert names == ["dropkv", RIVAL]
             assert own == ""
             assert float(there.strip("*")) == -float(back.strip("*"))
-            (snapkv,) = (p for p in panel["points"] if (p["method"], p["budget"]) == ("snapkv", budget))
+            (snapkv,) = (p for p in panel["points"] if (p["method"], p["budget"]) == (RIVAL, budget))
             assert float(back.strip("*")) == float(snapkv["texts"][3].split()[0])
             assert back.endswith("*") == there.endswith("*") == snapkv["clear"]
 
@@ -156,14 +157,14 @@ def test_what_is_not_finite_leaves_the_page_readable(results, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(results, copy)
     lines = (copy / "rows.jsonl").read_text().splitlines()
-    broken = [re.sub(r'"score":[\d.]+', '"score":NaN', line) if '"snapkv"' in line else line for line in lines]
+    broken = [re.sub(r'"score":[\d.]+', '"score":NaN', line) if RIVAL in line else line for line in lines]
     (copy / "rows.jsonl").write_text("\n".join(broken) + "\n")
     assert CliRunner().invoke(app, [str(copy), "-o", str(tmp_path / "x.html")]).exit_code == 0
     data = held(tmp_path / "x.html")
     assert "NaN" not in json.dumps(data)
     for point in data["sections"][0]["panels"][0]["points"]:
-        assert (point["score"] == [None] * 3) == (point["method"] == "snapkv")
-        assert (point["texts"][2] == "nan [nan, nan]") == (point["method"] == "snapkv")
+        assert (point["score"] == [None] * 3) == (point["method"] == RIVAL)
+        assert (point["texts"][2] == "nan [nan, nan]") == (point["method"] == RIVAL)
 
 
 def test_what_is_no_folder_of_results_is_refused(tmp_path, results):
@@ -220,7 +221,9 @@ LOOK = """<script>addEventListener("load", async () => {
   seen.bare = chart([], "score", null, 500).querySelectorAll("a").length;
   Object.assign(seen, { open: box.className, rows: box.querySelectorAll("tr").length, width: innerWidth,
     overflow: document.documentElement.scrollWidth - innerWidth, svg: [drawn.width, drawn.height],
-    wide: [...document.body.children].filter(e => e.getBoundingClientRect().right > innerWidth + 1).length,
+    wide: [...document.querySelectorAll("body > *, #legend *, .key")]
+      .filter(e => e.getBoundingClientRect().right > innerWidth + 1).length,
+    column: document.querySelector("#table td").getBoundingClientRect().width,
     pageTitle: document.title, first: read("#answers td").slice(1, 6) });
   document.body.dataset.seen = encodeURIComponent(JSON.stringify(seen));
 });</script>"""
@@ -264,6 +267,7 @@ def test_a_browser_shows_it_whole_on_a_phone_and_a_desk(page, width, tmp_path):
     assert seen["pageTitle"] == "decantkv results"
     assert seen["overflow"] <= 0
     assert seen["wide"] == 0
+    assert seen["column"] <= max(0.45 * seen["width"], 400)
     assert min(740, seen["width"] - 100) <= seen["svg"][0] <= seen["width"]
     assert seen["svg"][1] > 200
     (x0, y0), (x1, y1) = seen["spots"]  # larger values higher, more bytes to the right
