@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import decantkv
+from decantkv import layers, ragged
 from decantkv.buffers import ROOM, SlackStore
 from decantkv.cache import cache_argument
 from tests import tiny
@@ -45,9 +46,33 @@ def test_slack_is_taken_at_the_first_new_token_and_then_not_again():
     assert [x.data_ptr() for x in store.buffers()] == place
     store.update(*tokens(1))
     assert store.capacity == 5 + 2 * ROOM
-    announced = SlackStore(*tokens(5), reserve=300)
-    announced.update(*tokens(1))
-    assert (announced.capacity, announced.reserve) == (305, 299)
+    announced = SlackStore(*tokens(5))
+    announced.update(*tokens(1), reserve=299)
+    assert announced.capacity == 305
+
+
+@pytest.mark.parametrize("decode", ["model", "own"])
+def test_an_answer_longer_than_a_growth_goes_on_in_long_steps(monkeypatch, decode):
+    monkeypatch.setattr(layers, "RESERVE", 200)
+    make_room, grow = SlackStore.make_room, ragged.RaggedStore._grow
+    steps = []
+
+    def make(store, new, reserve=0):
+        before = store.capacity
+        make_room(store, new, reserve)
+        if store.capacity != before:
+            steps.append(store.capacity - store.length)
+
+    def widen(store, room):
+        grow(store, room)
+        steps.append(room)
+
+    monkeypatch.setattr(SlackStore, "make_room", make)
+    monkeypatch.setattr(ragged.RaggedStore, "_grow", widen)
+    model = tiny.llama()
+    with decantkv.attach(model, budget=0.2, decode=decode):
+        model.generate(tiny.prompt(60), max_new_tokens=600, min_new_tokens=600)
+    assert steps[::3] == steps[1::3] == steps[2::3] == [201, 201, 198]  # three layers; the last token is never stored
 
 
 def test_bytes_count_the_slack_and_decoding_concatenates_nothing(monkeypatch):

@@ -9,6 +9,7 @@ import torch
 from transformers import cache_utils
 
 import decantkv
+from decantkv import layers
 from decantkv.cache import cache_argument
 from tests import tiny
 from tests.judge import evicted_and_judged, logits_with
@@ -92,6 +93,17 @@ def test_a_full_static_layer_says_so():
     logits_with(model, cache, {"input_ids": tiny.prompt(60)}, [])
     with torch.no_grad(), pytest.raises(ValueError, match="at most 140 kept and new tokens"):
         model(tiny.prompt(129), **{name: cache})
+
+
+def test_a_static_layer_has_room_for_all_that_was_announced(monkeypatch):
+    monkeypatch.setattr(layers, "RESERVE", 150)
+    model = tiny.llama()
+    answers = []
+    for store in ("static", "plain"):
+        with decantkv.attach(model, budget=0.2, store=store):
+            answers.append(model.generate(tiny.prompt(60), max_new_tokens=300, min_new_tokens=300))
+    assert answers[0].shape == (1, 360)
+    assert torch.equal(*answers)
 
 
 @pytest.mark.parametrize("options", [{"decode": "own"}, {"allocation": "ada"}])

@@ -18,13 +18,12 @@ class SlackStore:
 
     Attributes:
         length: filled slots.
-        reserve: tokens still expected, which the next growth makes room for at once; 0 where unknown.
     """
 
-    def __init__(self, keys: Tensor, values: Tensor, *, reserve: int = 0) -> None:
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
         """Take keys [B, H, K, D] and values [B, H, K, Dv] over as they are, without a copy."""
         self._keys, self._values = keys, values
-        self.length, self.reserve = keys.shape[2], reserve
+        self.length = keys.shape[2]
 
     @property
     def keys(self) -> Tensor:
@@ -41,21 +40,25 @@ class SlackStore:
         """Slots in memory."""
         return self._keys.shape[2]
 
-    def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Append keys [B, H, T, D] and values [B, H, T, Dv] in place; return views of all."""
+    def update(self, keys: Tensor, values: Tensor, *, reserve: int = 0) -> tuple[Tensor, Tensor]:
+        """Append keys [B, H, T, D] and values [B, H, T, Dv] in place; return views of all.
+
+        Args:
+            reserve: tokens after these that a growth makes room for at once; 0 where nobody said how many will come.
+        """
         new = keys.shape[2]
-        self.make_room(new)
+        self.make_room(new, reserve)
         end = self.length + new
         self._keys[:, :, self.length : end] = keys
         self._values[:, :, self.length : end] = values
-        self.length, self.reserve = end, max(0, self.reserve - new)
+        self.length = end
         return self.keys, self.values
 
-    def make_room(self, new: int) -> None:
-        """Grow unless `new` more tokens fit."""
+    def make_room(self, new: int, reserve: int = 0) -> None:
+        """Grow, for `reserve` tokens more, unless `new` tokens fit."""
         if self.length + new <= self.capacity:
             return
-        slots = self.length + max(new, self.reserve, ROOM)
+        slots = self.length + max(new + reserve, ROOM)
         self._keys, self._values = self._moved(self._keys, slots), self._moved(self._values, slots)
 
     def _moved(self, x: Tensor, slots: int) -> Tensor:

@@ -229,7 +229,7 @@ class EvictingLayer(PromptLayer):
         return 0 in self._held(call) or self._read_mask(call, min(self.rows, call.query.shape[2])).window is None
 
     def _ahead(self, length: int, new: int) -> int:
-        return super()._ahead(length, new) if self.bounds.max_kv_tokens is None else new
+        return super()._ahead(length, new) if self.bounds.max_kv_tokens is None else 0
 
     @torch.no_grad()
     def _thin(self, most: int) -> None:
@@ -344,9 +344,9 @@ class EvictingLayer(PromptLayer):
             self._restock(*gather_kv(keys, values, kept.indices), kept)
         self.kept = trail.origin(kept)
 
-    def reserve(self) -> int:
-        """Where answers are evicted, what comes between two evictions; see `PromptLayer.reserve`."""
-        most = super().reserve()
+    def announced(self) -> int:
+        """Where answers are evicted, what comes between two evictions; see `PromptLayer.announced`."""
+        most = super().announced()
         return most if self.bounds.every is None else min(most, self.bounds.every + self.rows)
 
     def _stored(self, call: AttentionCall) -> tuple[Tensor, Tensor, list[int]]:

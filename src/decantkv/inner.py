@@ -14,13 +14,17 @@ from decantkv.buffers import ROOM, SlackStore
 Inner = Literal["plain", "fp8", "static"]
 
 
-def make_store(keys: Tensor, values: Tensor, kind: Inner, *, reserve: int) -> SlackStore:
-    """A store of keys [B, H, K, D] and values [B, H, K, Dv] in the wanted kind of memory."""
+def make_store(keys: Tensor, values: Tensor, kind: Inner, *, announced: int) -> SlackStore:
+    """A store of keys [B, H, K, D] and values [B, H, K, Dv] in the wanted kind of memory.
+
+    Args:
+        announced: new tokens to come, for stores that never grow; 0 where nobody said how many.
+    """
     if kind == "fp8":
         return Fp8Store(keys, values)
     if kind == "static":
-        return StaticStore(keys, values, reserve=reserve)
-    return SlackStore(keys, values, reserve=reserve)
+        return StaticStore(keys, values, announced=announced)
+    return SlackStore(keys, values)
 
 
 def check_inner(kind: Inner) -> None:
@@ -42,7 +46,7 @@ class Fp8Store(SlackStore):
         """Quantise; the originals are not kept."""
         self._layer: Any = cache_utils.Fp8QuantizedLayer()
         self._layer.update(keys, values)
-        self.length, self.reserve = keys.shape[2], 0
+        self.length = keys.shape[2]
 
     @property
     def keys(self) -> Tensor:
@@ -61,7 +65,7 @@ class Fp8Store(SlackStore):
         """Slots in memory."""
         return self.length
 
-    def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def update(self, keys: Tensor, values: Tensor, *, reserve: int = 0) -> tuple[Tensor, Tensor]:
         """Append; what exceeds the prompt's largest element is clipped, since e4m3 has no infinity and gives NaN."""
         self.length += keys.shape[2]
         limits = [
@@ -92,11 +96,11 @@ class Fp8Store(SlackStore):
 class StaticStore(SlackStore):
     """transformers' StaticLayer: slots for kept and new tokens, taken at once and never more."""
 
-    def __init__(self, keys: Tensor, values: Tensor, *, reserve: int) -> None:
-        """Copy into a layer with room for `reserve` new tokens, or a step's worth where unknown."""
-        self._layer: Any = cache_utils.StaticLayer(keys.shape[2] + (reserve or ROOM))
+    def __init__(self, keys: Tensor, values: Tensor, *, announced: int) -> None:
+        """Copy into a layer with room for all new tokens that were announced, or a step's worth where none were."""
+        self._layer: Any = cache_utils.StaticLayer(keys.shape[2] + (announced or ROOM))
         self._layer.update(keys, values)
-        self.length, self.reserve = keys.shape[2], 0
+        self.length = keys.shape[2]
 
     @property
     def keys(self) -> Tensor:
@@ -115,7 +119,7 @@ class StaticStore(SlackStore):
         """Slots in memory."""
         return int(self._layer.max_cache_len)
 
-    def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def update(self, keys: Tensor, values: Tensor, *, reserve: int = 0) -> tuple[Tensor, Tensor]:
         """Write in place.
 
         Raises:

@@ -28,7 +28,7 @@ from decantkv.selection import FILLER, Kept
 from decantkv.transfer import to_device
 from decantkv.versions import kernels_run_on
 
-RESERVE = 4096  # new tokens that room is taken for at once, however many were announced
+RESERVE = 4096  # tokens that a growing store takes room for at once, however many were announced
 
 
 class PromptLayer(CacheLayerMixin):
@@ -105,11 +105,11 @@ class PromptLayer(CacheLayerMixin):
             self.prompt = self._with_older(key_states, value_states)
             return self.prompt
         if self.store is None:  # a prompt of one token: nothing to choose from
-            self.store = SlackStore(key_states[:, :, :0], value_states[:, :, :0], reserve=self.reserve())
+            self.store = SlackStore(key_states[:, :, :0], value_states[:, :, :0])
         self.logical += key_states.shape[-2]
         if self.valid is not None or self.uneven or self.kept is not None or self.listens:
             interface.expect(self)
-        keys, values = self.store.update(key_states, value_states)
+        keys, values = self.store.update(key_states, value_states, reserve=self.reserve())
         return keys, values
 
     def _with_older(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -118,12 +118,12 @@ class PromptLayer(CacheLayerMixin):
             return keys, values
         if self.chunks is None:
             self.chunks = SlackStore(*self.prompt)
-        self.chunks.reserve = self._ahead(self.chunks.length, keys.shape[-2])
-        return self.chunks.update(keys, values)
+        return self.chunks.update(keys, values, reserve=self._ahead(self.chunks.length, keys.shape[-2]))
 
     def _ahead(self, length: int, new: int) -> int:
-        """Tokens of a prompt to take room for when its buffer grows from `length` for `new` of them."""
-        return length if not self.expected else min(length, max(0, self.expected - self.logical) + new)
+        """Tokens of a prompt to take room for behind `new` of them when its buffer grows from `length`."""
+        doubled = max(0, length - new)
+        return min(doubled, self.announced()) if self.expected else doubled
 
     def attend(self, call: AttentionCall) -> Tensor | None:
         """None: the model's own attention reads what `update` returned."""
@@ -218,11 +218,15 @@ class PromptLayer(CacheLayerMixin):
 
     def fill(self, keys: Tensor, values: Tensor) -> None:
         """Make keys [B, H, K, D] and values [B, H, K, Dv] the layer's storage, without another copy."""
-        self.store = make_store(keys, values, self.inner, reserve=self.reserve())
+        self.store = make_store(keys, values, self.inner, announced=self.announced())
+
+    def announced(self) -> int:
+        """New tokens that are still to come; 0 where nobody said how many."""
+        return max(0, self.expected - self.logical)
 
     def reserve(self) -> int:
-        """New tokens to take room for at once; 0 where nobody said how many will come."""
-        return max(0, min(self.expected - self.logical, RESERVE))
+        """How many of them a store that grows takes room for at once."""
+        return min(self.announced(), RESERVE)
 
     def _prompt(self) -> tuple[Tensor, Tensor]:
         if self.prompt is None:

@@ -32,7 +32,6 @@ class RaggedStore:
         starts, lens: [B·H] int64 on the device.
         room: slots every lane still has free at its end.
         appended: tokens given since the prompt, which is how far `crop` may go back.
-        reserve: tokens expected, which the next growth makes room for at once; 0 where unknown.
     """
 
     def __init__(
@@ -45,11 +44,10 @@ class RaggedStore:
         batch: int,
         room: int = 0,
         appended: int = 0,
-        reserve: int = 0,
     ) -> None:
         self.keys, self.values, self.starts, self.lens = keys, values, starts, lens
         self.batch, self.heads = batch, lens.shape[0] // batch
-        self.room, self.appended, self.reserve = room, appended, reserve
+        self.room, self.appended = room, appended
         self._splits: Splits | None = None
 
     @classmethod
@@ -68,17 +66,17 @@ class RaggedStore:
         b, h = lane // heads, lane % heads
         return cls(keys[b, h, token], values[b, h, token], lens.cumsum(0) - lens, lens, batch=batch)
 
-    def append(self, keys: Tensor, values: Tensor, real: Tensor | None = None) -> None:
+    def append(self, keys: Tensor, values: Tensor, real: Tensor | None = None, *, reserve: int = 0) -> None:
         """Write new tokens behind each lane's own.
 
         Args:
             keys: [B, H, T, D]; values: [B, H, T, Dv].
             real: [B, T] bool, False at a pad, which is not stored; pads are leftmost. None when there is none.
+            reserve: tokens after these that a growth makes room for at once; 0 where nobody said how many will come.
         """
         new = keys.shape[2]
         if new > self.room:
-            self._grow(max(new, ROOM, self.reserve))
-            self.reserve = 0
+            self._grow(max(new + reserve, ROOM))
         if real is not None or not self._append_at_once(keys, values):
             self._append_each(keys, values, real)
         self.room -= new

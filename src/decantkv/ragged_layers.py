@@ -69,7 +69,7 @@ class RaggedLayer(EvictingLayer):
         seen = read_prompt_mask(mask, batch=batch, kv_len=new, rows=new, device=keys.device)
         if seen.window is not None:
             raise ValueError("attention_mask: expected causal attention among new tokens, got another pattern")
-        self.lanes.append(keys, values, _real(seen.lengths, new, keys.device))
+        self.lanes.append(keys, values, _real(seen.lengths, new, keys.device), reserve=self.reserve())
         self._fresh = None
         out = self.lanes.attend(call.query, scale=call.scale, softcap=call.softcap, sink_logits=call.sink_logits)
         return out.transpose(1, 2)
@@ -117,7 +117,7 @@ class RaggedLayer(EvictingLayer):
             filler = (~self.valid).sum(-1).expand(-1, heads).flatten()
         self.lanes = RaggedStore(
             keys.view(-1, keys.shape[3]), values.view(-1, values.shape[3]), lanes * stored + filler, stored - filler,
-            batch=batch, reserve=self.reserve(),
+            batch=batch,
         )  # fmt: skip
         self.store = self.valid = None
 
@@ -128,7 +128,6 @@ class RaggedLayer(EvictingLayer):
             return
         keys, values = self._prompt()
         self.lanes, self.kept = RaggedStore.from_kept(keys, values, kept), kept
-        self.lanes.reserve = self.reserve()
 
     def _renumber(self, kept: Kept, rotate: Rotate) -> None:
         if self.lanes is None:
