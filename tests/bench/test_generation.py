@@ -15,6 +15,7 @@ from decantkv.bench.cap_cost import answer_loss
 from decantkv.bench.cases import collect, run
 from decantkv.buffers import ROOM
 from decantkv.cache import cache_argument
+from decantkv.circumstances import device_name
 from decantkv.cli import main
 from decantkv.methods import METHODS
 from tests import tiny
@@ -44,7 +45,7 @@ def test_the_decode_command(capsys, tmp_path):
     ]
     for row in rows:
         assert 0 < row["ms_a_token"]["p20"] <= row["ms_a_token"]["p50"] <= row["ms_a_token"]["p80"]
-        assert (row["geometry"], row["device"]) == ("tiny", "cpu")
+        assert (row["geometry"], row["device"]) == ("tiny", device_name(torch.device("cpu")))
         assert row["versions"]["torch"]
         assert row.get("graphed", 0) == 0, "no GPU here"
         assert not row.get("compiled"), "transformers compiles on GPUs alone"

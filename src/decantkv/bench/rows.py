@@ -3,60 +3,28 @@
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import json
-import os
-import shlex
-import subprocess
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from decantkv.circumstances import command, commit, device_name, versions
+
 Row = dict[str, Any]
 
 
 def circumstances() -> Row:
     """Device, versions, commit, command, date."""
-    versions: dict[str, str | None] = {}
-    for package in ("torch", "triton", "transformers"):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = None
     return {
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "device": device_name(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
         "cuda": torch.version.cuda,
-        "versions": versions,
+        "versions": versions(("torch", "triton", "transformers")),
         "commit": commit(),
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": command(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
-
-
-def commit(*, mark: bool = False) -> str | None:
-    """The checkout's commit; DECANTKV_COMMIT where the measured copy has no history; None where nobody knows.
-
-    Args:
-        mark: twelve digits, and "+" where files differ from them.
-    """
-    if named := os.environ.get("DECANTKV_COMMIT"):
-        return named
-    head = _git("rev-parse", *(["--short=12"] if mark else []), "HEAD")
-    return f"{head}+" if head and mark and _git("status", "--porcelain", "-uno") else head
-
-
-def _git(*arguments: str) -> str | None:
-    """What git says of this checkout; None for nothing, without git, and outside a checkout."""
-    try:
-        run = subprocess.run(
-            ["git", *arguments], capture_output=True, text=True, cwd=Path(__file__).parent, check=False
-        )
-    except OSError:
-        return None
-    return run.stdout.strip() or None
 
 
 def write(path: Path, rows: Iterable[Row]) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -62,6 +60,7 @@ def run(
         raise ValueError("out: expected a folder for the rows (--out)")
     no_answers = no_answers or bool(preset and not PRESETS[preset].answers)
     likelihood = likelihood or no_answers or bool(preset and PRESETS[preset].likelihood)
+    from decantkv.circumstances import command
     from decantkv.eval.session import Session, Sources
 
     plan = make_plan(
@@ -87,15 +86,14 @@ def run(
         beyond_context=beyond_context,
         part=_part(part),
     )
-    command = shlex.join(["decantkv", *sys.argv[1:]])
     memory = int(memory_gb * 2**30) or None
     options: dict[str, Any] = {"minutes": minutes, "memory": memory, "graphs": None if graphs else False}
     if workers:
         from decantkv.eval.workers import run as run_workers
 
-        whole = run_workers(session, plan, out, workers=workers, command=command, **options)
+        whole = run_workers(session, plan, out, workers=workers, command=command(), **options)
     else:
-        whole = session.run(plan, out, command=command, **options)
+        whole = session.run(plan, out, command=command(), **options)
     if not whole:
         typer.echo(f"stopped after {minutes:g} minutes; the same command goes on from here", err=True)
     show_tables(out)

@@ -10,19 +10,17 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib import metadata
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import PreTrainedModel
 
 from decantkv import models
-from decantkv.bench.rows import commit
+from decantkv.circumstances import commit, device_name, versions
 from decantkv.eval import fingerprints, niah, probes, ruler
 from decantkv.eval.chat import ChatFormat
 from decantkv.eval.engine.policy import describe
@@ -257,20 +255,13 @@ class Session:
 
     def _circumstances(self, model: PreTrainedModel, plan: Plan, command: str, begun: float) -> dict[str, Any]:
         """What a reader needs to repeat a session; it may differ between sessions of one configuration."""
-        versions = {}
-        for name in PACKAGES:
-            try:
-                versions[name] = metadata.version(name)
-            except metadata.PackageNotFoundError:
-                continue
-        device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else platform.processor()
         return {
             "command": command,
             "commit": commit(),
             "begun": datetime.fromtimestamp(begun, UTC).isoformat(timespec="milliseconds"),
-            "device": device or platform.machine(),
+            "device": device_name(model.device),
             "python": platform.python_version(),
-            "versions": versions,
+            "versions": {name: version for name, version in versions(PACKAGES).items() if version is not None},
             "policies": {policy.label: describe(policy, "1.0") for policy in plan.policies},
             "budgets": list(plan.budgets),
             "regimes": list(plan.regimes),

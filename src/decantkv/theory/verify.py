@@ -15,12 +15,9 @@ from __future__ import annotations
 
 import hashlib
 import platform
-import shlex
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
 from typing import TextIO
 
@@ -28,9 +25,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decantkv.bench.rows import commit
 from decantkv.budget import Budget
 from decantkv.cache import cache_argument
+from decantkv.circumstances import command, commit, device_name, versions
 from decantkv.methods import Method
 from decantkv.observation import ObservingCache
 from decantkv.scoring.window import AttentionWindow
@@ -121,7 +118,6 @@ def circumstances(
 ) -> Record:
     """The results file's first line."""
     ids = input_ids[0].cpu().numpy().astype("<i8").tobytes()
-    device = input_ids.device
     return {
         "kind": "run",
         "model": model_name,
@@ -136,9 +132,9 @@ def circumstances(
         "budget": str(budget.share if budget.share is not None else budget.tokens),
         "plan": {key: list(v) if isinstance(v, tuple) else v for key, v in asdict(plan).items()},
         "dtype": str(model.dtype).removeprefix("torch."),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine() + " CPU",
-        "command": shlex.join(["decantkv", *sys.argv[1:]]),
+        "device": device_name(input_ids.device),
+        "command": command(),
         "commit": commit(mark=True),
-        "versions": {name: version(name) for name in ("torch", "transformers", "scipy", "numpy")},
+        "versions": versions(("torch", "transformers", "scipy", "numpy")),
         "python": platform.python_version(),
     }
