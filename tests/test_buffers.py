@@ -75,6 +75,23 @@ def test_an_answer_longer_than_a_growth_goes_on_in_long_steps(monkeypatch, decod
     assert steps[::3] == steps[1::3] == steps[2::3] == [201, 201, 198]  # three layers; the last token is never stored
 
 
+@pytest.mark.parametrize("every", [None, 16])
+def test_a_prompt_in_chunks_moves_to_buffers_that_double(monkeypatch, every):
+    moved, make_room = [], SlackStore.make_room
+
+    def watched(store, new, reserve=0):
+        before = store.capacity
+        make_room(store, new, reserve)
+        if store.capacity != before:
+            moved.append((before, store.capacity))
+
+    monkeypatch.setattr(SlackStore, "make_room", watched)
+    model = tiny.llama()
+    with decantkv.attach(model, budget=0.1, prefill_chunk=150, every=every):
+        model.generate(tiny.prompt(1500), max_new_tokens=1)
+    assert moved[::3] == [(150, 300), (300, 600), (600, 1200), (1200, 1501)]  # three layers; the answer is announced
+
+
 def test_bytes_count_the_slack_and_decoding_concatenates_nothing(monkeypatch):
     model = tiny.llama()
     cache = decantkv.EvictingCache(model, budget=0.1)

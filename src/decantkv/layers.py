@@ -123,7 +123,7 @@ class PromptLayer(CacheLayerMixin):
     def _ahead(self, length: int, new: int) -> int:
         """Tokens of a prompt to take room for behind `new` of them when its buffer grows from `length`."""
         doubled = max(0, length - new)
-        return min(doubled, self.announced()) if self.expected else doubled
+        return min(doubled, max(0, self.expected - self.logical)) if self.expected else doubled
 
     def attend(self, call: AttentionCall) -> Tensor | None:
         """None: the model's own attention reads what `update` returned."""
