@@ -51,45 +51,43 @@ def test_slack_is_taken_at_the_first_new_token_and_then_not_again():
     assert announced.capacity == 305
 
 
-@pytest.mark.parametrize("decode", ["model", "own"])
-def test_an_answer_longer_than_a_growth_goes_on_in_long_steps(monkeypatch, decode):
-    monkeypatch.setattr(layers, "RESERVE", 200)
-    make_room, grow = SlackStore.make_room, ragged.RaggedStore._grow
-    steps = []
+@pytest.fixture
+def growths(monkeypatch):
+    """What stores grew to, as they do: tokens they held, and slots."""
+    found, make_room, grow = [], SlackStore.make_room, ragged.RaggedStore._grow
 
-    def make(store, new, reserve=0):
+    def watched(store, new, reserve):
         before = store.capacity
         make_room(store, new, reserve)
         if store.capacity != before:
-            steps.append(store.capacity - store.length)
+            found.append((store.length, store.capacity))
 
-    def widen(store, room):
-        grow(store, room)
-        steps.append(room)
+    def widened(lanes, room):
+        grow(lanes, room)
+        found.append((int(lanes.lens[0]), int(lanes.lens[0]) + room))
 
-    monkeypatch.setattr(SlackStore, "make_room", make)
-    monkeypatch.setattr(ragged.RaggedStore, "_grow", widen)
+    monkeypatch.setattr(SlackStore, "make_room", watched)
+    monkeypatch.setattr(ragged.RaggedStore, "_grow", widened)
+    return found
+
+
+@pytest.mark.parametrize("decode", ["model", "own"])
+def test_an_answer_longer_than_a_growth_goes_on_in_long_steps(monkeypatch, growths, decode):
+    monkeypatch.setattr(layers, "RESERVE", 200)
     model = tiny.llama()
     with decantkv.attach(model, budget=0.2, decode=decode):
         model.generate(tiny.prompt(60), max_new_tokens=600, min_new_tokens=600)
-    assert steps[::3] == steps[1::3] == steps[2::3] == [201, 201, 198]  # three layers; the last token is never stored
+    assert growths[::3] == growths[1::3] == growths[2::3]  # three layers
+    assert growths[::3] == [(12, 213), (213, 414), (414, 612)]  # the last token is never stored, one slot stays free
 
 
 @pytest.mark.parametrize("every", [None, 16])
-def test_a_prompt_in_chunks_moves_to_buffers_that_double(monkeypatch, every):
-    moved, make_room = [], SlackStore.make_room
-
-    def watched(store, new, reserve=0):
-        before = store.capacity
-        make_room(store, new, reserve)
-        if store.capacity != before:
-            moved.append((before, store.capacity))
-
-    monkeypatch.setattr(SlackStore, "make_room", watched)
+def test_a_prompt_in_chunks_moves_to_buffers_that_double(growths, every):
     model = tiny.llama()
     with decantkv.attach(model, budget=0.1, prefill_chunk=150, every=every):
         model.generate(tiny.prompt(1500), max_new_tokens=1)
-    assert moved[::3] == [(150, 300), (300, 600), (600, 1200), (1200, 1501)]  # three layers; the answer is announced
+    assert growths[::3] == growths[1::3] == growths[2::3]
+    assert growths[::3] == [(150, 300), (300, 600), (600, 1200), (1200, 1501)]  # the answer is announced
 
 
 def test_bytes_count_the_slack_and_decoding_concatenates_nothing(monkeypatch):

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-ROOM = 128  # slots a store gains when it must grow and nobody said how many tokens will come
+ROOM = 128  # slots a store or a lane gains, at least, when it must grow
 
 
 class SlackStore:
@@ -54,7 +54,7 @@ class SlackStore:
         self.length = end
         return self.keys, self.values
 
-    def make_room(self, new: int, reserve: int = 0) -> None:
+    def make_room(self, new: int, reserve: int) -> None:
         """Grow, for `reserve` tokens more, unless `new` tokens fit."""
         if self.length + new <= self.capacity:
             return

