@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from decantkv.cli import main
+from decantkv.options import reason_of
 
 
 def run(capsys, *arguments):
@@ -118,3 +119,10 @@ def test_files_that_are_no_prompt_or_no_model(capsys, tmp_path, text):
     for model, says in ((text, "expected a .gguf file or a model folder"), (folder, "config.json")):
         code, _, err = run(capsys, "generate", "--model", model, "--prompt-file", text)
         assert (code, says in err) == (2, True), err
+
+
+def test_a_reason_of_several_lines_is_not_cut_where_it_only_announces_them():
+    listed = ValueError("Couldn't instantiate the backend tokenizer from one of: \n(1) a file,\n(2) an instance.\n")
+    assert reason_of(listed) == "Couldn't instantiate the backend tokenizer from one of: (1) a file, (2) an instance."
+    assert reason_of(OSError("No such model.\nMake sure that …")) == "No such model."
+    assert reason_of(OSError()) == "OSError"

@@ -13,6 +13,8 @@ import torch
 from filelock import FileLock
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from decantkv.options import reason_of
+
 GGUF_MAGIC = b"GGUF"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -51,9 +53,8 @@ def load(
         tokenizer = AutoTokenizer.from_pretrained(name)
         model = AutoModelForCausalLM.from_pretrained(name, dtype=kind)
     except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
         raise ValueError(
-            f"model: expected a model id, a model folder or a .gguf file, got {source}: {reason}"
+            f"model: expected a model id, a model folder or a .gguf file, got {source}: {reason_of(error)}"
         ) from error
     return model.to(place).eval(), tokenizer
 

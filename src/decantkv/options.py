@@ -16,6 +16,12 @@ Allocation = Literal["uniform", "shared", "ada", "ada-kvpress", "heads", "pyrami
 Span = tuple[int, int]
 
 
+def reason_of(error: Exception) -> str:
+    """The first line of an error's message; all of it where that line only announces what follows."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return " ".join(" ".join(lines).split()) if lines[0].rstrip().endswith(":") else lines[0]
+
+
 def expect_choice(argument: str, value: object, choices: Collection[str]) -> None:
     """Raise ValueError unless `value` is one of `choices`."""
     if not isinstance(value, str) or value not in choices:

@@ -13,6 +13,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from decantkv.budget import Budget, count, fixed_spans
 from decantkv.cache import is_full
+from decantkv.options import reason_of
 
 GPUS = {"h200": 141e9, "h100": 80e9, "a100": 80e9, "a100-40gb": 40e9, "l40s": 48e9, "rtx4090": 24e9, "t4": 16e9}
 
@@ -137,9 +138,8 @@ def read_config(source: str | Path) -> Any:
     try:
         return AutoConfig.from_pretrained(str(source))
     except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
         raise ValueError(
-            f"model: expected a model id, a model folder or a config.json, got {source}: {reason}"
+            f"model: expected a model id, a model folder or a config.json, got {source}: {reason_of(error)}"
         ) from error
 
 

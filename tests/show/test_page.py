@@ -5,6 +5,7 @@ import json
 import re
 import time
 import zlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -51,6 +52,14 @@ def view():
 @pytest.fixture(scope="module")
 def page(view):
     return render(view)
+
+
+@pytest.mark.parametrize("name", ["{{data}}", "{{js}}", "{{css}}", "{{title}}", "\\\\1 {{other}}"])
+def test_a_models_name_is_never_taken_for_the_template(view, page, name):
+    other = render(replace(view, model=name))
+    assert embedded(other)["model"] == name
+    assert other.count("<script") == page.count("<script")
+    assert f"<title>{name}: what dropkv kept</title>" in other
 
 
 def embedded(page):

@@ -9,11 +9,11 @@ from typing import Annotated, cast, get_args
 
 import torch
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from decantkv.bench.rows import Row, read, write
 from decantkv.options import Impl, expect_choice
+from decantkv.terminal import Console
 
 app = typer.Typer(help="Measure the evict step on this GPU.", no_args_is_help=True)
 

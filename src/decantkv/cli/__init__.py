@@ -9,8 +9,9 @@ import sys
 from typing import Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
+
+from decantkv.terminal import Console
 
 app = typer.Typer(
     name="decantkv",
@@ -68,8 +69,14 @@ def main(arguments: list[str] | None = None) -> None:
     except (ValueError, TypeError) as error:
         code = fail(str(error))
     except Exception as error:
-        code = fail(f"{type(error).__name__}: {error}", code=1)
+        code = fail(f"{_name(error)}: {error}", code=1)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _name(error: Exception) -> str:
+    """The error's class, with its module unless that is Python's own: struct.error is not "error"."""
+    kind = type(error)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def fail(message: str, *, code: int = 2) -> int:

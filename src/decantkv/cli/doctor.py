@@ -6,11 +6,11 @@ import json
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from decantkv.cli import app
+from decantkv.terminal import Console
 
 
 @app.command()

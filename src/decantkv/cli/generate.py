@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
 from decantkv.cli import app
+from decantkv.terminal import Console, write
 
 
 @app.command()
@@ -49,7 +49,7 @@ def generate(
     if as_json:
         print(json.dumps({"answer": answer, "seconds": seconds, "report": json.loads(report.to_json())}))
         return
-    print(answer)
+    write(answer)
     Console(stderr=True, highlight=False).print(f"[dim]{escape(str(report))}\n{seconds:.1f} s in all[/]")
 
 

@@ -7,11 +7,11 @@ import json
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from decantkv.cli import app
+from decantkv.terminal import Console
 
 # what a terminal has room for, a wide and a narrow one; --json prints everything
 _WIDE = ("name", "kind", "score", "keeps", "pooling", "allocation", "cost", "needs", "source")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from decantkv.eval.presets import PRESETS
+from decantkv.terminal import Console
 
 if TYPE_CHECKING:
     from decantkv.eval.runner import Plan
@@ -138,7 +139,7 @@ def pack(folder: Annotated[Path, typer.Argument(help="A folder of finished rows.
     """Compress a folder's rows; a later run takes them up again."""
     from decantkv.eval.results import pack as compress
 
-    typer.echo(f"{compress(folder)}", err=True)
+    Console(stderr=True, highlight=False, markup=False, soft_wrap=True).print(str(compress(folder)))
 
 
 @app.command()

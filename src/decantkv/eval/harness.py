@@ -7,10 +7,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from decantkv import models
+from decantkv.terminal import Console
 
 
 def run_tasks(

@@ -14,7 +14,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import PreTrainedModel
@@ -31,6 +30,7 @@ from decantkv.eval.longbench.tasks import check_task as check_longbench
 from decantkv.eval.results import Store
 from decantkv.eval.runner import Plan, Prompt, Runner, cache_memory
 from decantkv.eval.sample import Sample
+from decantkv.terminal import Console
 
 PACKAGES = ("decantkv", "torch", "transformers", "tokenizers", "wonderwords", "rouge", "triton")
 LONGBENCH_MARGIN = 500  # tokens that LongBench leaves for template and answer

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table as RichTable
 
 from decantkv.eval.bootstrap import Bootstrap
 from decantkv.eval.chat import REGIMES
 from decantkv.eval.statistics import Summary, best_on_the_other_half, tables
+from decantkv.terminal import Console
 
 
 def print_tables(

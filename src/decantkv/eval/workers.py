@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
 
 from decantkv.eval.runner import Plan, Prompt, cache_memory
 from decantkv.eval.session import Session, progress_bar
 from decantkv.processes import end_with_parent, environment
+from decantkv.terminal import Console
 
 Running = dict[Connection, BaseProcess]  # each process by where its messages arrive
 AHEAD = 3  # samples a worker takes before their turn; at a run's end the others wait for them

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
+
+from decantkv.terminal import Console
 
 
 def show(
@@ -57,7 +58,7 @@ def show(
             max_new_tokens=max_new_tokens,
             progress=status.update,
         )
-    out.write_text(render(view), encoding="utf-8")
+    out.write_text(render(view), encoding="utf-8", errors="replace")
     tell(view, Console(highlight=False))
     console.print(f"wrote {escape(str(out))} ({out.stat().st_size / 1e6:.1f} MB)")
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import html
 import json
+import re
 import zlib
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -32,16 +33,14 @@ def render(view: View, *, detail_bytes: int = DETAIL_BYTES) -> str:
     here = files("decantkv.show")
     parts = {name: (here / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", "page.js")}
     data = json.dumps(_data(view, detail_bytes), ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
-    page = parts["page.html"]
-    for mark, text in (
-        ("{{title}}", html.escape(f"{view.model}: what {view.methods[0].short} kept")),
-        ("{{css}}", parts["page.css"]),
-        ("{{js}}", parts["page.js"]),
-        ("{{data}}", data),
-    ):
-        before, _, after = page.partition(mark)
-        page = before + text + after
-    return page
+    filled = {
+        "title": html.escape(f"{view.model}: what {view.methods[0].short} kept"),
+        "css": parts["page.css"],
+        "js": parts["page.js"],
+        "data": data,
+    }
+    # in one pass, so that what is filled in is never taken for the template
+    return re.sub(r"\{\{(\w+)\}\}", lambda mark: filled[mark[1]], parts["page.html"])
 
 
 def _data(view: View, detail_bytes: int) -> dict[str, Any]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-from rich.console import Console
 from rich.markup import escape
 
 from decantkv.show.collect import MethodView, View
+from decantkv.terminal import Console
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _WIDTH = 64

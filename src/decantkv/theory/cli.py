@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
+
+from decantkv.terminal import Console, write
 
 
 def verify(
@@ -130,7 +131,7 @@ def _tell(out: Path) -> None:
     header, records = read(paths)
     text = summary(header, records)
     (out / "tables.txt").write_text(text, encoding="utf-8")
-    print(text)
+    write(text)
     try:
         page(header, records, out / "plots.png")
     except ModuleNotFoundError as missing:

@@ -9,9 +9,9 @@ from typing import TypeVar
 
 import numpy as np
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
+from decantkv.terminal import Console
 from decantkv.theory.bounds import bound_factor
 from decantkv.theory.measure import Record, fields_of
 
@@ -67,7 +67,8 @@ def summary(header: Record, records: Sequence[Record]) -> str:
         f"{header['model']}: {header['tokens']:,} tokens, {header['dtype']} on {header['device']}, "
         f"{header['method']}, budget {header['budget']} = {plan['n_keep']:,} kept per head.\n"
         "The paper's figures stand beside ours for comparison. They are of other models (Llama-3.1-8B-Instruct,\n"
-        "Mistral-7B-512K, Qwen2.5-7B-1M at 128K tokens) and of candidate pools whose size it does not give.\n"
+        "Mistral-7B-512K, Qwen2.5-7B-1M at 128K tokens) and of candidate pools whose size it does not give.\n",
+        markup=False,
     )
     assumptions, ratios = fields_of(records, "assumptions"), fields_of(records, "ratio")
     for title, table in (

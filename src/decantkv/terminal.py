@@ -1,0 +1,42 @@
+"""Text on the terminal: control characters of prompts, answers and file names are shown, never obeyed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from rich import console as rich
+from rich.segment import Segment
+from rich.text import Text
+
+_BIDI = (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))  # they reorder what a line shows
+_VISIBLE = {
+    **{code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\n\t"},  # ␀ to ␟
+    0x7F: "␡",
+    **dict.fromkeys((*range(0x80, 0xA0), *_BIDI, *range(0xD800, 0xE000)), "�"),
+}
+
+
+def visible(text: str) -> str:
+    """The text with a visible sign in place of each control character but line ends and tabs."""
+    return text.translate(_VISIBLE)
+
+
+def write(text: str, *, end: str = "\n") -> None:
+    """Write text to standard output: visibly to a terminal, as it is to a file or a pipe."""
+    sys.stdout.write((visible(text) if sys.stdout.isatty() else text) + end)
+    sys.stdout.flush()
+
+
+class Console(rich.Console):
+    """A rich console on which only rich's own styles make escape sequences."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Measure and lay out the text as it will be shown."""
+        return super().render_str(visible(text), **options)
+
+    def render(self, renderable: Any, options: rich.ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Segments of the renderable, their text made visible; rich's own control segments pass."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(visible(segment.text), segment.style)
