@@ -13,6 +13,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from decantkv.eval.chat import ChatFormat
+from decantkv.eval.fidelity import Passages
 from decantkv.eval.ruler import TASKS, Series, Sources, hub_questions, load_haystack, load_questions
 from decantkv.eval.ruler.fit import Fit
 from decantkv.eval.ruler.haystack import Haystack
@@ -268,3 +269,22 @@ def test_fit_finds_the_largest_size_with_few_tries():
 def test_essay_repeats_when_a_prompt_needs_more_than_there_is():
     text = Haystack("t", tuple(f"w{i}" for i in range(10)))
     assert " ".join(text.sentences(25)) == " ".join(f"w{i % 10}" for i in range(25))
+
+
+def test_prompts_begin_at_openings_spread_over_the_text():
+    words = tuple(f"w{i}." if i % 7 == 6 else f"W{i}" for i in range(700))
+    text = Haystack("t", words, openings=4)
+    begins = [text.sentences(5, index)[0].split()[0] for index in range(5)]
+    assert begins == ["W0", "W175", "W350", "W525", "W0"]  # 175, 350 and 525 words begin sentences of seven
+    assert all(Haystack("t", words, 3).opening(i) % 7 == 0 for i in range(3))
+    assert text.describe()["openings"] == "4"
+    assert "openings" not in Haystack("t", words).describe()
+    late = text.sentences(400, 3)
+    assert " ".join(late).split()[:176] == [*words[525:], words[0]]  # wraps round at the end
+
+
+def test_slices_of_a_text_begin_at_its_openings(tokenizer):
+    words = tuple(f"Word{i}." for i in range(4000))
+    samples = [Passages(Haystack("t", words, openings=4), 100, tokenizer).sample(i) for i in range(5)]
+    begins = [s.context.split(".")[0].strip() for s in samples]
+    assert begins == ["Word0", "Word1000", "Word2000", "Word3000", "Word200"]

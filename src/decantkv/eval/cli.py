@@ -32,6 +32,9 @@ def run(
     samples: Annotated[int, typer.Option(min=0, help="Prompts a task and length.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Folder of the rows; a stopped run goes on there.")] = None,
     haystack: Annotated[Path | None, typer.Option(help="Essay text: a file or a folder of .txt files.")] = None,
+    openings: Annotated[
+        int, typer.Option(min=1, help="Places of the essay text at which prompts begin in turn; 1: its start alone.")
+    ] = 1,
     squad: Annotated[Path | None, typer.Option(help="Questions for qa_1.")] = None,
     hotpot: Annotated[Path | None, typer.Option(help="Questions for qa_2.")] = None,
     longbench: Annotated[Path | None, typer.Option(help="LongBench's files; default: the hub.")] = None,
@@ -78,7 +81,7 @@ def run(
         tasks=_list(task),
         lengths=tuple(_length(text) for text in _list(chosen["length"])),
         samples=int(chosen["samples"]),
-        sources=Sources(haystack, squad, hotpot, longbench),
+        sources=Sources(haystack, squad, hotpot, longbench, openings),
         seed=seed,
         dtype=dtype,
         yarn=yarn,

@@ -42,11 +42,12 @@ class Passages:
             ValueError: the text is too short for that many slices.
         """
         encode, decode = self.tokenizer, self.tokenizer.decode
-        words = self.text.words[index * self.length * 2 : (index + 1) * self.length * 2]
+        begin = self.text.opening(index) + index // self.text.openings * self.length * 2
+        words = self.text.words[begin : begin + self.length * 2]
         ids = encode(" ".join(words), add_special_tokens=False)["input_ids"]
         if len(ids) < self.length + CONTINUATION:
             raise ValueError(
-                f"samples: expected a text of {(index + 1) * self.length * 2} words for {index + 1} slices, "
+                f"samples: expected a text of {begin + self.length * 2} words for {index + 1} slices, "
                 f"got {len(self.text.words)}"
             )
         end = self.length - 1  # a tokenizer may put one token before the text

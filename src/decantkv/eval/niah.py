@@ -51,7 +51,7 @@ class Grid:
     def _built(self, size: int, index: int) -> tuple[Sample, int]:
         rng = random.Random(f"{self.seed}/niah/{self.depth}/{index}")
         key, value = draw("words", rng), str(rng.randint(10 ** (self.digits - 1), 10**self.digits - 1))
-        lines = [NOISE] * size if self.haystack is None else self.haystack.sentences(size)
+        lines = [NOISE] * size if self.haystack is None else self.haystack.sentences(size, index)
         place = round(len(lines) * self.depth / 100)
         lines.insert(place, f"The special magic number for {key} is: {value}.")
         text = ("\n" if self.haystack is None else " ").join(lines)

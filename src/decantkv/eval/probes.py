@@ -52,8 +52,8 @@ class Probe:
         sample = (self._second_turn if self.name == "second_turn" else self._system_rule)(size, index, rng)
         return sample, self.measure(sample) + sample.max_new_tokens
 
-    def _text(self, size: int, facts: list[str], rng: random.Random) -> str:
-        lines = [NOISE] * size if self.haystack is None else self.haystack.sentences(size)
+    def _text(self, size: int, facts: list[str], rng: random.Random, index: int) -> str:
+        lines = [NOISE] * size if self.haystack is None else self.haystack.sentences(size, index)
         for fact in facts:
             lines.insert(rng.randrange(len(lines) + 1), fact)
         return ("\n" if self.haystack is None else " ").join(lines)
@@ -61,7 +61,7 @@ class Probe:
     def _second_turn(self, size: int, index: int, rng: random.Random) -> Sample:
         names, numbers = [draw("words", rng) for _ in range(2)], [str(rng.randint(1000, 9999)) for _ in range(2)]
         facts = [f"The number of {name} is {number}." for name, number in zip(names, numbers, strict=True)]
-        first = f"Read this text.\n{self._text(size, facts, rng)}\nWhat is the number of {names[0]}?"
+        first = f"Read this text.\n{self._text(size, facts, rng, index)}\nWhat is the number of {names[0]}?"
         second = f"And what is the number of {names[1]}?"
         return Sample(
             suite="probes",
@@ -81,7 +81,8 @@ class Probe:
     def _system_rule(self, size: int, index: int, rng: random.Random) -> Sample:
         word, name, number = draw("words", rng).upper(), draw("words", rng), str(rng.randint(1000, 9999))
         rule = f"Begin every answer with the word {word}."
-        context = f"Read this text.\n{self._text(size, [f'The number of {name} is {number}.'], rng)}\n"
+        text = self._text(size, [f"The number of {name} is {number}."], rng, index)
+        context = f"Read this text.\n{text}\n"
         question = f"What is the number of {name}?"
         return Sample(
             suite="probes",

@@ -44,6 +44,7 @@ class Sources:
     squad: Path | None = None
     hotpot: Path | None = None
     longbench: Path | None = None
+    openings: int = 1  # places of the haystack at which prompts begin
 
 
 @dataclass(frozen=True)
@@ -163,12 +164,12 @@ class Session:
     def texts(self) -> ruler.Sources:
         """The suite's files, read before the model is loaded, so that a broken one costs no time."""
         given = self.sources
-        haystack = ruler.load_haystack(given.haystack) if given.haystack is not None else None
+        haystack = ruler.load_haystack(given.haystack, given.openings) if given.haystack is not None else None
         if self.suite != "ruler":
             return ruler.Sources(haystack=haystack)
         names = [ruler.check_task(name) for name in self.tasks or ruler.TASKS]
         if haystack is None and any(ruler.Sources().missing(name) for name in names if name.startswith("niah")):
-            haystack = ruler.hub_haystack()
+            haystack = ruler.hub_haystack(given.openings)
         questions = {
             name: ruler.load_questions(file) if file is not None else ruler.hub_questions(name)
             for name, file in (("qa_1", given.squad), ("qa_2", given.hotpot))

@@ -22,11 +22,13 @@ class Haystack:
 
     Attributes:
         name: where the text is from, for the rows of results.
-        words: the text; taken from the start and repeated when a prompt needs more.
+        words: the text; repeated when a prompt needs more.
+        openings: places, evenly spread over the text, at which prompts begin in turn; 1: all begin at its start.
     """
 
     name: str
     words: tuple[str, ...]
+    openings: int = 1
 
     @cached_property
     def sha256(self) -> str:
@@ -42,18 +44,31 @@ class Haystack:
             for word, after in zip(self.words, following, strict=True)
         )
 
-    def sentences(self, count: int) -> list[str]:
-        """The first `count` words as sentences, which joined by spaces give the text back."""
-        sentences, begin = [], 0
-        words = [self.words[i % len(self.words)] for i in range(count)]
-        for i in range(count):
-            if self._ends[i % len(self.words)] or i == count - 1:
+    def describe(self) -> dict[str, str]:
+        """Name, hash and, where there are several, the number of openings, for the rows of results."""
+        varied = {"openings": str(self.openings)} if self.openings > 1 else {}
+        return {"haystack": self.name, "sha256": self.sha256, **varied}
+
+    def opening(self, index: int) -> int:
+        """The word at which prompt number `index` begins: the first of a sentence."""
+        word = len(self.words) * (index % self.openings) // self.openings
+        while word > 0 and not self._ends[word - 1]:
+            word -= 1
+        return word
+
+    def sentences(self, count: int, index: int = 0) -> list[str]:
+        """`count` words from the opening of prompt `index` on, as sentences, which joined by spaces give the text."""
+        sentences, begin, start = [], 0, self.opening(index)
+        places = [(start + i) % len(self.words) for i in range(count)]
+        words = [self.words[place] for place in places]
+        for i, place in enumerate(places):
+            if self._ends[place] or i == count - 1:
                 sentences.append(" ".join(words[begin : i + 1]))
                 begin = i + 1
         return sentences
 
 
-def load_haystack(source: str | Path) -> Haystack:
+def load_haystack(source: str | Path, openings: int = 1) -> Haystack:
     """Read a text file, a folder of .txt files, or a JSON file with a "text" entry (RULER's PaulGrahamEssays.json).
 
     Project Gutenberg's licence text around a book is left out.
@@ -71,10 +86,10 @@ def load_haystack(source: str | Path) -> Haystack:
     words = [word for file in files for word in _read(file).split()]
     if len(words) < 100:
         raise ValueError(f"haystack: expected at least 100 words of text in {str(source)!r}, got {len(words)}")
-    return Haystack(path.name, tuple(words))
+    return Haystack(path.name, tuple(words), openings)
 
 
-def hub_haystack() -> Haystack:
+def hub_haystack(openings: int = 1) -> Haystack:
     """RULER's essays from the Hugging Face hub.
 
     Raises:
@@ -89,7 +104,7 @@ def hub_haystack() -> Haystack:
             f"haystack: the hub's {HUB_ESSAYS} cannot be read ({type(error).__name__}: {error}); "
             "give text of your own with --haystack FILE_OR_FOLDER"
         ) from error
-    return Haystack(HUB_ESSAYS, tuple(" ".join(rows["text"]).split()))
+    return Haystack(HUB_ESSAYS, tuple(" ".join(rows["text"]).split()), openings)
 
 
 def _read(file: Path) -> str:

@@ -51,7 +51,7 @@ class Niah:
             values.append([draw(self.value_type, rng) for _ in range(self.values)])
             needles += [self._needle(keys[-1], value) for value in values[-1]]
         random.Random(SHUFFLE_SEED).shuffle(needles)
-        text = self._in_essay(size, needles, rng) if self.kind == "essay" else self._in_lines(size, needles, rng)
+        text = self._in_essay(size, needles, rng, index) if self.kind == "essay" else self._in_lines(size, needles, rng)
         asked = rng.sample(range(self.keys), self.queries)
         names = [keys[i] for i in asked]
         query = names[0] if len(names) == 1 else ", ".join(names[:-1]) + ", and " + names[-1]
@@ -70,10 +70,10 @@ class Niah:
             lines.insert(place, needle)
         return "\n".join(lines)
 
-    def _in_essay(self, size: int, needles: list[str], rng: random.Random) -> str:
+    def _in_essay(self, size: int, needles: list[str], rng: random.Random, index: int) -> str:
         if self.haystack is None:
             raise ValueError("haystack: expected essay text for this task, got none")
-        sentences = self.haystack.sentences(size)
+        sentences = self.haystack.sentences(size, index)
         places = sorted(int(len(sentences) * (depth / 100)) for depth in rng.sample(DEPTHS, len(needles)))
         parts, begin = [], 0
         for place, needle in zip(places, needles, strict=True):

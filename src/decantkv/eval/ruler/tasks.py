@@ -57,7 +57,7 @@ class Sources:
     def describe(self, task: str) -> dict[str, str]:
         """Name and hash of the text `task` uses, for the rows of results."""
         if task in NEEDS_ESSAY and self.haystack is not None:
-            return {"haystack": self.haystack.name, "sha256": self.haystack.sha256}
+            return self.haystack.describe()
         questions = {"qa_1": self.qa_1, "qa_2": self.qa_2}.get(task)
         return {"questions": questions.name, "sha256": questions.sha256} if questions is not None else {}
 
