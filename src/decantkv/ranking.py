@@ -6,6 +6,18 @@ import torch
 from torch import Tensor
 
 FILLER = -1
+BOUND = 4  # scores reach a 1/BOUND of the largest number; what outranks every score lies above
+
+
+def bounded(scores: Tensor, *, parts: int = 1, nan: float | None = None) -> Tensor:
+    """The scores as finite numbers of the same order, NaN as the lowest: the host never has to look for one.
+
+    Args:
+        parts: so many of them can be added up without an overflow.
+        nan: what a NaN becomes; None: the lowest score.
+    """
+    limit = torch.finfo(scores.dtype).max / BOUND / parts
+    return scores.nan_to_num(-limit if nan is None else nan, limit, -limit).clamp_(-limit, limit)
 
 
 def highest(priority: Tensor, counts: Tensor, most: int) -> Tensor:
@@ -23,15 +35,15 @@ def highest(priority: Tensor, counts: Tensor, most: int) -> Tensor:
 
 
 def keep_highest(scores: Tensor, *, by: Tensor, counts: Tensor) -> Tensor:
-    """`scores` with the `counts[b, h]` highest keys of `by` lifted above all others.
+    """`scores` with the `counts[b, h]` highest keys of `by` lifted above all others that are `bounded`.
 
     Args:
-        scores, by: [B, H, N]. counts: [B, H] int64.
+        scores, by: [B, H, N], `by` without NaN. counts: [B, H] int64.
     """
     order = torch.sort(by, dim=-1, descending=True, stable=True).indices
     chosen = torch.arange(by.shape[-1], device=by.device) < counts[..., None]
     chosen = torch.zeros_like(chosen).scatter(-1, order, chosen)
-    return scores.masked_fill(chosen, torch.finfo(scores.dtype).max)
+    return scores.masked_fill(chosen, torch.finfo(scores.dtype).max / 2)
 
 
 def wins(priority: Tensor, total: int) -> Tensor:

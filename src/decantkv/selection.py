@@ -25,7 +25,7 @@ from decantkv.options import (
     expect_spans,
 )
 from decantkv.peers import Peers, mean_over_heads
-from decantkv.ranking import FILLER, highest
+from decantkv.ranking import FILLER, bounded, highest
 from decantkv.transfer import move, to_device
 
 __all__ = ["FILLER", "Kept", "Order", "order", "pool_scores", "select"]
@@ -114,10 +114,12 @@ def select(
     """Choose the tokens to keep.
 
     Scores are pooled, the protected tokens are taken by index, and the highest of the others fill up to `n_keep`;
-    equal scores are broken by position, the earlier token first.
+    equal scores are broken by position, the earlier token first. NaN counts as the lowest score, and an infinite score
+    as the largest finite one of its sign (a quarter of the dtype's range; under average pooling that, divided by the
+    kernel size), so that counts and protection hold whatever the scores are.
 
     Args:
-        scores: [B, H, N] floating point, higher = keep; no NaN.
+        scores: [B, H, N] floating point, higher = keep.
         n_keep: tokens each head keeps, protected ones included; one number, or one per batch row.
         window: the last tokens, always kept.
         pool, kernel_size, pool_scope: as in `Method`.
@@ -303,13 +305,15 @@ class _Task(NamedTuple):
 
 
 def _order(scores: Tensor, task: _Task, rank: Rank | None, peers: Peers | None = None) -> Order:
+    scores = _finite(scores.float() if scores.dtype.itemsize < 4 else scores, task)
     if task.shared:
         scores = mean_over_heads(scores, peers)
     pooled = pool_scores(scores, pool=task.pool, kernel_size=task.kernel_size, lengths=task.padded, stop=task.stop)
     protected, pads = _protected(task.spans, task.rows, pooled), _pads(task.padded, pooled)
-    pooled = _bounded(pooled, protected, pads)
+    pooled = _marked(pooled, protected, pads)
     if rank is not None:
-        pooled = _bounded(rank(pooled, task.n_keep), protected, pads)
+        ranked = rank(pooled, task.n_keep)
+        pooled = _marked(ranked.nan_to_num(torch.finfo(ranked.dtype).min), protected, pads)
     return Order(layer_shares(pooled) if task.rule.over_layers else pooled, task.n_keep, task.fixed, task.rule)
 
 
@@ -334,7 +338,7 @@ def _select_fused(scores: Tensor, task: _Task, peers: Peers | None) -> Kept:
 
     batch, heads, kv_len = scores.shape
     device, most, tail = scores.device, max(task.n_keep), min(task.tails)
-    scores = mean_over_heads(scores, peers) if task.shared else scores
+    scores = mean_over_heads(_finite(scores, task), peers) if task.shared else scores
     even = min(task.n_keep) == most
     counts = scores.new_full((batch, scores.shape[1]), most, dtype=torch.int64)
     if not even:
@@ -360,10 +364,15 @@ def _select_fused(scores: Tensor, task: _Task, peers: Peers | None) -> Kept:
     return Kept(indices.expand(-1, heads, -1), counts.expand(-1, heads), tuple(task.n_keep))
 
 
-def _bounded(scores: Tensor, protected: Tensor, pads: Tensor) -> Tensor:
-    """Finite scores, so that only protected tokens are at +inf and only pads at −inf."""
-    limit = torch.finfo(scores.dtype).max
-    return scores.clamp(-limit, limit).masked_fill(protected, torch.inf).masked_fill(pads, -torch.inf)
+def _finite(scores: Tensor, task: _Task) -> Tensor:
+    """Scores without NaN and infinities, of which pooling can add up as many as it does."""
+    parts = task.kernel_size if task.pool == "avg" else 1
+    return bounded(scores, parts=parts, nan=0.0 if task.rule.over_layers else None)  # shares are not negative
+
+
+def _marked(scores: Tensor, protected: Tensor, pads: Tensor) -> Tensor:
+    """Finite scores with protected tokens at +inf and pads at −inf."""
+    return scores.masked_fill(protected, torch.inf).masked_fill(pads, -torch.inf)
 
 
 def _per_row(argument: str, value: int | Sequence[int], batch: int) -> list[int]:

@@ -173,7 +173,8 @@ class Settings:
             if forced is None:
                 return ranked
             first = forced if forced.shape[1] == ranked.shape[1] else forced.any(1, keepdim=True)
-            return ranked.masked_fill(first, torch.finfo(ranked.dtype).max)
+            largest = torch.finfo(ranked.dtype).max  # a method's first stage comes second here
+            return ranked.clamp(max=largest / 2).masked_fill(first, largest)
 
         return {
             "n_keep": n_keep,

@@ -15,6 +15,12 @@ pytestmark = [
 ]
 
 
+def broken(x):
+    """NaN of either sign, infinities and numbers whose sums overflow, among ordinary ones."""
+    odd = torch.tensor([float("nan"), -float("nan"), float("inf"), -float("inf"), 3.4e38, -3.4e38, 1e38, -2e38, 1.0])
+    return torch.where(x < 0.5, odd[(1e6 * x).long() % len(odd)], x)
+
+
 def scores_of(kind, N, seed=0):
     rng = torch.Generator().manual_seed(seed)
     x = torch.rand(2, 2, N, generator=rng)
@@ -24,11 +30,12 @@ def scores_of(kind, N, seed=0):
         "zeros": torch.zeros_like(x),
         "wide, both signs": torch.exp(20 * torch.randn(2, 2, N, generator=rng)) * (6 * x - 3).round(),
         "signed zeros": torch.where(x < 0.5, -0.0, 0.0),
+        "broken": broken(x),
     }[kind]
 
 
 @pytest.mark.parametrize("row_limit", [8192, 0], ids=["row a program", "chunks"])
-@pytest.mark.parametrize("kind", ["random", "ties", "zeros", "wide, both signs", "signed zeros"])
+@pytest.mark.parametrize("kind", ["random", "ties", "zeros", "wide, both signs", "signed zeros", "broken"])
 @pytest.mark.parametrize(
     ("N", "pool", "kernel_size", "scope", "lengths"),
     [

@@ -96,7 +96,7 @@ def select_topk(
     """The indices of each row's highest pooled scores, exact, ascending, ties to the lowest index; no host sync.
 
     Args:
-        scores: [B, H, N] float32 without NaN, any sign.
+        scores: [B, H, N] float32, any sign; NaN and infinities as in `ranking.bounded`.
         n_keep: K, the slots of the result, and how many each row keeps where `counts` is None.
         counts: [B, H] integers ≤ K, how many each row and head keeps; never more than it has real keys.
         start: [B] integers, the first real key; pads before it are edges of the pooling and are never chosen.

@@ -1,7 +1,8 @@
 """Selection and compaction: pool, an exact radix select of several programs a row, one gather for K and V.
 
 Scores are mapped to unsigned integers of the same order, so that a threshold is found digit by digit from histograms
-and ties fall to the lowest index. Always-kept keys map to the largest integer, pads to 0, below any score.
+and ties fall to the lowest index. Always-kept keys map to the largest integer, pads to 0, below any score. NaN and
+infinities become what `ranking.bounded` makes of them.
 """
 
 from __future__ import annotations
@@ -9,13 +10,23 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from decantkv.ranking import BOUND
+
 NO_POOL, MAX_POOL, AVG_POOL = 0, 1, 2
 _MAX_POOL = tl.constexpr(MAX_POOL)
 _AVG_POOL = tl.constexpr(AVG_POOL)
 FILLER = -1
 _FILLER = tl.constexpr(FILLER)
+_LIMIT = tl.constexpr(3.4028234663852886e38 / BOUND)
 DIGIT_BINS = 256  # a histogram's cost grows with its bins: four digits of 8 bits beat three of 11
 _BINS = tl.constexpr(DIGIT_BINS)
+
+
+@triton.jit
+def bounded(x, PARTS: tl.constexpr):
+    """Scores as finite numbers, NaN as the lowest; PARTS of them add up without an overflow."""
+    LIMIT: tl.constexpr = _LIMIT / PARTS
+    return tl.where(x == x, tl.minimum(tl.maximum(x, -LIMIT), LIMIT), -LIMIT)
 
 
 @triton.jit
@@ -23,7 +34,8 @@ def pooled_order(n, i_row, i_b, p_score, p_forced, start, n_keys, pool_stop, hea
                  POOL: tl.constexpr, KERNEL: tl.constexpr, FORCED: tl.constexpr):  # fmt: skip
     """The pooled scores of keys n [BN] as uint32 of the same order."""
     p_score += i_row.to(tl.int64) * n_keys
-    x = tl.load(p_score + n, mask=(n >= start) & (n < n_keys), other=0.0)
+    PARTS: tl.constexpr = KERNEL if POOL == _AVG_POOL else 1
+    x = bounded(tl.load(p_score + n, mask=(n >= start) & (n < n_keys), other=0.0), PARTS)
     if POOL != 0:
         pooled = tl.full(x.shape, float("-inf") if POOL == _MAX_POOL else 0.0, tl.float32)
         for o in tl.static_range(KERNEL):
@@ -32,9 +44,11 @@ def pooled_order(n, i_row, i_b, p_score, p_forced, start, n_keys, pool_stop, hea
             if POOL == _MAX_POOL:
                 pooled = tl.maximum(pooled, tl.load(p_score + i, mask=inside, other=float("-inf")))
             else:
-                pooled += tl.load(p_score + i, mask=inside, other=0.0)
+                pooled += bounded(tl.load(p_score + i, mask=inside, other=0.0), PARTS)
         if POOL == _AVG_POOL:
             pooled = tl.div_rn(pooled, tl.full(x.shape, KERNEL, tl.float32))
+        else:
+            pooled = bounded(pooled, PARTS)  # the maximum is never NaN beside a number
         x = tl.where(n < pool_stop, pooled, x)
     # adding 0 makes −0 and +0 tie
     bits = (x + 0.0).to(tl.uint32, bitcast=True)

@@ -13,7 +13,7 @@ from decantkv import scoring
 from decantkv.methods.base import Kind
 from decantkv.methods.snapkv import SnapKV
 from decantkv.options import Impl, Need, Quantity, expect_choice, expect_fraction
-from decantkv.ranking import keep_highest
+from decantkv.ranking import bounded, keep_highest
 from decantkv.scoring.window import AttentionWindow
 
 _BASES: dict[str, Quantity] = {"snapkv": "attention_mass", "dropkv": "perturbation"}
@@ -66,4 +66,4 @@ class CriticalKV(SnapKV):
         norm = norm if pooled.shape[1] == norm.shape[1] else norm.mean(1, keepdim=True)
         bound = (pooled + self.epsilon * win.window) * norm
         counts = torch.tensor([int(n * self.first_stage) for n in n_keep], device=pooled.device)
-        return keep_highest(bound, by=pooled, counts=counts[:, None].expand(pooled.shape[:2]))
+        return keep_highest(bounded(bound), by=pooled, counts=counts[:, None].expand(pooled.shape[:2]))

@@ -12,7 +12,7 @@ from torch import Tensor
 from decantkv import scoring
 from decantkv.methods.base import Kind, Method
 from decantkv.options import Impl, Need, expect_fraction, expect_odd
-from decantkv.ranking import keep_highest
+from decantkv.ranking import bounded, keep_highest
 from decantkv.scoring.window import AttentionWindow
 
 
@@ -75,7 +75,7 @@ class DefensiveKV(Method):
         fixed = (pooled == torch.inf).sum(-1)
         budget = torch.tensor(list(n_keep), device=pooled.device)[:, None]
         counts = torch.minimum(fixed + covered.clamp_max(mass.shape[-1]), budget)
-        return keep_highest(self._guarded(mass, free, win), by=pooled, counts=counts)
+        return keep_highest(bounded(self._guarded(mass, free, win)), by=pooled, counts=counts)
 
     def _guarded(self, s: Tensor, free: Tensor, win: AttentionWindow) -> Tensor:
         norm = self._projected_norm(win)
