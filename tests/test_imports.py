@@ -21,7 +21,7 @@ LAYERS = [
     {"selection", "api", "needs"},
     {"settings", "records", "masks", "ragged", "inner"},
     {"interface", "generating", "bounded", "fused"},
-    {"layers", "evicting"},
+    {"door", "layers", "evicting"},
     {"ragged_layers"},
     {"files", "joining", "graphs", "weighing"},
     {"cache"},
@@ -77,6 +77,7 @@ def test_implementations_do_not_know_each_other():
 
 def test_only_the_integration_knows_transformers():
     allowed = {
+        "door",
         "layers",
         "cache",
         "interface",

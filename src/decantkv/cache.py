@@ -12,15 +12,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import transformers
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 
-from decantkv import files, interface
+from decantkv import files
 from decantkv.allocation import AllocationRule, Shared
 from decantkv.bounded import UNBOUNDED, Bounds, Decode
 from decantkv.budget import Budget
+from decantkv.door import checked_model, reads_again, text_config
 from decantkv.evicting import EvictingLayer
 from decantkv.graphs import StepGraphs
 from decantkv.inner import Inner
@@ -58,6 +58,10 @@ _serial = itertools.count()
 
 # V of one head is read with K of another by a second attention call, so that only a set shared by all heads is exact
 ATTEND_TWICE = frozenset({"diffllama"})
+# transformers' layers that hold a window or a state, however long the prompt
+BOUNDED_LAYERS = frozenset(
+    {"DynamicSlidingWindowLayer", "LinearAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer"}
+)
 
 
 class EvictingCache(DynamicCache):
@@ -130,7 +134,11 @@ class EvictingCache(DynamicCache):
         self.steps: StepGraphs | None = None  # `attach` brings graphs to the generations it sees
         cache_id = next(_serial)
         config = text_config(model)
-        twice = config.model_type in ATTEND_TWICE
+        twice, again = config.model_type in ATTEND_TWICE, reads_again(model)
+        if again:
+            _check_shared_keys(model, settings, bounds)
+        if twice or again:  # attention calls that no layer sees read what is stored, under the model's own mask
+            bounds = self.bounds = dataclasses.replace(bounds, decode="model")
         # a latent serves all heads; before 5.17 transformers stored expanded heads, for which the same set is kept
         shared = twice or getattr(config, "kv_lora_rank", None) is not None
         if shared and settings.allocation.ragged:
@@ -141,12 +149,12 @@ class EvictingCache(DynamicCache):
         rotate = rotation(model) if "rotate" in settings.method.needs else None
 
         # layers that may attend for themselves; one set for heads that share a latent leaves that to the model
-        own = settings.allocation.ragged or not shared
+        own = settings.allocation.ragged or not (shared or again)
 
         def new(layer_idx: int) -> PromptLayer:
             kind = RaggedLayer if own else EvictingLayer
             layer = kind(layer_idx, cache_id, settings, recorder, shared=shared, rotate=rotate, bounds=bounds)
-            layer.attends_twice, layer.peers = twice, peers
+            layer.attends_twice, layer.read_again, layer.peers = twice, again, peers
             return layer
 
         recorder.left_alone = replace_layers(self, model, new)
@@ -284,43 +292,14 @@ def new_recorder(settings: Settings) -> Recorder:
     return Recorder(settings.method.describe(), f"{float(share):g}" if share is not None else f"{tokens} tokens")
 
 
-def checked_model(model: object) -> PreTrainedModel:
-    """The transformers model, if its attention goes through transformers' interface.
-
-    `torch.compile`, PEFT and data parallelism wrap a model in one of another type, whose calls reach it all the same.
-
-    Raises:
-        TypeError: no transformers model, nor one in a wrapper.
-        UnsupportedModelError: one whose attention cannot be followed.
-    """
-    given = model
-    while not isinstance(model, PreTrainedModel):
-        inner = _wrapped(model)
-        if inner is None:
-            raise TypeError(f"model: expected a transformers PreTrainedModel, got {type(given).__name__}")
-        model = inner
-    if not interface.modeling_files(model):
-        raise interface.UnsupportedModelError(
-            f"model: expected one that attends through transformers' attention interface, got {type(model).__name__}"
-        )
-    if hasattr(model, "_supports_default_dynamic_cache") and not model._supports_default_dynamic_cache():
-        raise interface.UnsupportedModelError(
-            f"model: expected one that works with transformers' own caches, got {type(model).__name__}, which in "
-            f"transformers {transformers.__version__} needs a cache of its own"
-        )
-    return model
-
-
-def _wrapped(model: object) -> object | None:
-    """What `torch.compile`, data parallelism or PEFT made this of; None where it is no such thing."""
-    if not isinstance(model, nn.Module):
-        return None
-    for name in ("_orig_mod", "module"):
-        if isinstance(within := getattr(model, name, None), nn.Module):
-            return within
-    base = getattr(model, "get_base_model", None)
-    inner: object = base() if callable(base) else None
-    return inner
+def _check_shared_keys(model: PreTrainedModel, settings: Settings, bounds: Bounds) -> None:
+    """Raise where the layers that read an earlier layer's keys would read something else than that layer does."""
+    why = f"for {type(model).__name__}, whose later layers read an earlier layer's keys"
+    rule = settings.allocation
+    if rule.by_layer or rule.ragged:
+        raise ValueError(f"allocation: expected 'uniform' or 'shared' {why}, got {rule.name!r}")
+    if bounds.decode == "own":
+        raise ValueError(f"decode: expected 'model' or 'auto' {why}, got 'own'")
 
 
 def _check_spread(model: PreTrainedModel, settings: Settings, shared: bool, peers: Peers) -> None:
@@ -341,11 +320,6 @@ def _check_spread(model: PreTrainedModel, settings: Settings, shared: bool, peer
             f"allocation: expected one that tells heads apart with {method.name} for a model spread over {peers.size} "
             "processes, since its second stage looks at all heads again, got 'shared'; use 'uniform' or 'ada'"
         )
-
-
-def text_config(model: PreTrainedModel) -> Any:
-    """The configuration of the model's text decoder."""
-    return model.config.get_text_config(decoder=True)
 
 
 def layer_devices(model: PreTrainedModel, number: int) -> list[torch.device]:
@@ -373,19 +347,30 @@ def replace_layers(cache: DynamicCache, model: PreTrainedModel, new: Callable[[i
     Raises:
         ValueError: there is no full-attention layer to evict from.
     """
+    config = text_config(model)
     if not cache.layers:
-        cache.layers = [DynamicLayer() for _ in range(text_config(model).num_hidden_layers)]
+        cache.layers = [DynamicLayer() for _ in range(config.num_hidden_layers)]
     cache.layer_class_to_replicate = None
-    full = [i for i, layer in enumerate(cache.layers) if is_full(layer, text_config(model))]
+    other = getattr(config, "cross_attention_layers", None) or ()  # these hold an image's keys, not the prompt's
+    full = [i for i, layer in enumerate(cache.layers) if is_full(layer, config) and i not in other]
     if not full:
         raise ValueError(
             f"model: expected at least one full-attention layer, got {type(model).__name__} whose layers all have "
-            "bounded caches of their own"
+            f"{_own_caches(cache)}"
         )
     for i in full:
         layer = cache.layers[i] = new(i)
         layer.owner = weakref.ref(model)
     return len(cache.layers) - len(full)
+
+
+def _own_caches(cache: DynamicCache) -> str:
+    """Return what a cache's layers are, none of which can be evicted from."""
+    names = sorted({type(layer).__name__ for layer in cache.layers})
+    unbounded = [name for name in names if name not in BOUNDED_LAYERS]
+    if not unbounded:
+        return "bounded caches of their own"
+    return f"caches of a kind that eviction does not know: {', '.join(unbounded)}"
 
 
 def cache_bytes(cache: DynamicCache) -> int:

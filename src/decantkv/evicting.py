@@ -28,6 +28,7 @@ class EvictingLayer(PromptLayer):
     """Scores its prompt by the model's own attention call and keeps the costliest tokens."""
 
     attends_twice = False  # the model makes two attention calls a layer, of which the cache sees one
+    read_again = False  # later layers attend to this layer's keys by calls that the cache does not see
     peers: Peers | None = None  # processes that hold the layer's other heads
 
     def __init__(
@@ -81,11 +82,7 @@ class EvictingLayer(PromptLayer):
             kept = self._choose(call, seen, rows, counts)
             with self.recorder.stopwatch.measure("compaction", keys.device):
                 self.store_kept(kept)
-                if self.attends_twice and self.valid is not None:
-                    raise ValueError(
-                        f"input_ids: expected prompts that keep equally many tokens with {call.attention_class}, which "
-                        "attends twice a layer, got rows of unequal length"
-                    )
+                self._check_filler(call)
                 if self.rotate is not None and self.settings.method.renumbers:
                     self._renumber(kept, self.rotate)
                 if self.trail is not None:
@@ -94,6 +91,15 @@ class EvictingLayer(PromptLayer):
         self.record(lengths, kept_counts, before)
         self._begin_answer(call, lengths, counts)
         self.trail = None  # `kept` holds the positions from here on
+
+    def _check_filler(self, call: AttentionCall) -> None:
+        """Raise where filler is stored that a call which the cache does not see would take for tokens."""
+        if (self.attends_twice or self.read_again) and self.valid is not None:
+            why = "which attends twice a layer" if self.attends_twice else "whose keys later layers read again"
+            raise ValueError(
+                f"input_ids: expected prompts that keep equally many tokens with {call.attention_class}, {why}, "
+                "got rows of unequal length"
+            )
 
     def record(self, lengths: Sequence[int], counts: Tensor, bytes_before: int) -> None:
         """Note what was kept."""
@@ -342,6 +348,7 @@ class EvictingLayer(PromptLayer):
         kept = self._round(win, held, counts, forced)
         with self.recorder.stopwatch.measure("compaction", keys.device):
             self._restock(*gather_kv(keys, values, kept.indices), kept)
+            self._check_filler(call)
         self.kept = trail.origin(kept)
 
     def until_eviction(self) -> int:

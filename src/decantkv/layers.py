@@ -58,6 +58,7 @@ class PromptLayer(CacheLayerMixin):
         self.deferred = False  # a prompt that comes in chunks is decided on after the last
         self.waiting: tuple[AttentionCall, int] | None = None  # with the tail of queries, and the last chunk's length
         self.seen: PromptMask | None = None  # of a waiting prompt, where its mask no longer tells
+        self._new = 0  # tokens of the last update of a prompt
         self.listens = False  # wants every attention call, also when nothing is hidden
         self.owner: weakref.ref[nn.Module] | None = None  # the model this cache is for, if it was told
 
@@ -101,7 +102,8 @@ class PromptLayer(CacheLayerMixin):
             raise not_understood(self.layer_idx)
         if self.store is None and (key_states.shape[-2] > 1 or self.deferred):
             interface.expect(self)
-            self.logical += key_states.shape[-2]
+            self._new = key_states.shape[-2]
+            self.logical += self._new
             self.prompt = self._with_older(key_states, value_states)
             return self.prompt
         if self.store is None:  # a prompt of one token: nothing to choose from
@@ -150,6 +152,7 @@ class PromptLayer(CacheLayerMixin):
             if call.key.requires_grad:
                 raise ValueError("model: expected a forward without gradients (torch.no_grad()), got one with")
             self._check_owner(call)
+            self._check_tokens(call)
             if self.deferred:
                 self._wait(call)
                 return
@@ -166,6 +169,14 @@ class PromptLayer(CacheLayerMixin):
         if model is None or not any(call.module is part for part in model.modules()):
             name = "model" if model is None else type(model).__name__
             raise ValueError(f"cache: expected the {name} it was made for, got another model's {call.attention_class}")
+
+    def _check_tokens(self, call: AttentionCall) -> None:
+        """Raise unless the tokens that attend are those whose keys came last: an image's keys are another's."""
+        if call.query.shape[2] != self._new:
+            raise interface.UnsupportedModelError(
+                f"model: expected attention among a prompt's tokens, got {call.attention_class} in layer "
+                f"{self.layer_idx} with {self._new} keys for {call.query.shape[2]} tokens"
+            )
 
     def _wait(self, call: AttentionCall) -> None:
         """One chunk of the prompt: remember the last queries, which may reach back over several chunks."""

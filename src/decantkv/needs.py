@@ -71,9 +71,20 @@ def rotation(model: Any) -> Rotate:
 
 
 def decoder_of(model: Any) -> Any:
-    """The part of a model that reads tokens; some versions of transformers take the whole for it."""
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
-    return model.base_model if decoder is None or decoder is model else decoder
+    """Return the innermost part of a model that reads tokens into a cache; the model itself where no part is one.
+
+    transformers' `get_decoder` may return the whole model, a language model with its head, or the head alone.
+    """
+    for part in (model.get_decoder() if hasattr(model, "get_decoder") else None, model.base_model):
+        if part is not None and part is not model and takes_a_cache(part):
+            return decoder_of(part)
+    return model
+
+
+def takes_a_cache(part: Any) -> bool:
+    """Return whether a module is a model whose forward is given a cache."""
+    names = inspect.signature(part.forward).parameters
+    return hasattr(part, "config") and bool({"cache", "past_key_values"} & set(names))
 
 
 def _apply_of(model: nn.Module) -> Callable[..., Any] | None:
