@@ -155,8 +155,9 @@ def test_joining_after_new_tokens_equals_the_judge():
         steps = [torch.tensor([[t]]) for t in (5, 6, 7)]
         _, judged, _ = evicted_and_judged(model, {"input_ids": row}, steps, budget=0.2)
         torch.testing.assert_close(logits[i], judged[0, -1], rtol=0, atol=1e-5)
-    with pytest.raises(ValueError, match="crop"):
-        joined.crop(-2)
+    joined.crop(-3)  # all that came after the prompts, before the join and since
+    with pytest.raises(ValueError, match="crop: expected to remove at most the 0 tokens"):
+        joined.crop(-1)
 
 
 def test_what_cannot_be_joined_is_refused():

@@ -172,6 +172,23 @@ class EvictingCache(DynamicCache):
             if isinstance(layer, PromptLayer):
                 layer.expected = length
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the newest tokens: −k removes k, at most all; a positive number is the length to go back to.
+
+        Raises:
+            ValueError: that reaches into what the prompt's eviction left; no layer was changed.
+        """
+        remove = -tokens_to_remove if tokens_to_remove <= 0 else max(0, self.get_seq_length() - tokens_to_remove)
+        evicting = [layer for layer in self.layers if isinstance(layer, PromptLayer)]
+        for layer in evicting:
+            layer.checked_crop(-remove)
+        with _restored_on_error([layer for layer in self.layers if not isinstance(layer, PromptLayer)]) as others:
+            for other in others:
+                if remove or getattr(other, "record_past", False):  # in 4.x, crop(0) empties transformers' layers
+                    other.crop(-remove)
+        for layer in evicting:
+            layer.crop(-remove)
+
     def nbytes(self) -> int:
         """Bytes of all keys and values held, by their distinct storages."""
         return cache_bytes(self)
@@ -247,6 +264,18 @@ class EvictingCache(DynamicCache):
         for i, layer in enumerate(joined.layers):
             join(layer, [cache.layers[i] for cache in caches])
         return joined
+
+
+@contextmanager
+def _restored_on_error(layers: list[CacheLayerMixin]) -> Iterator[list[CacheLayerMixin]]:
+    """The layers; if the block fails, each has the tensors and lengths again that it had."""
+    before = [dict(vars(layer)) for layer in layers]
+    try:
+        yield layers
+    except BaseException:
+        for layer, attributes in zip(layers, before, strict=True):
+            vars(layer).update(attributes)
+        raise
 
 
 @contextmanager

@@ -324,17 +324,13 @@ class EvictingLayer(PromptLayer):
         if self.frame is None:
             return
         keys, values, held = self._stored(call)
-        batch, heads, stored = keys.shape[:3]
+        batch, _, stored = keys.shape[:3]
         self.renewed = self.logical
         starts, ends, most = self.frame.T.tolist()
         counts = [min(n, limit) for n, limit in zip(held, most, strict=True)]
         if counts == held:
             return
-        new = stored if self.kept is None else stored - self.kept.indices.shape[2]
-        trail = Trail.start(batch, heads, keys.device)
-        if self.kept is not None:
-            trail = Trail(self.kept.indices.expand(-1, heads, -1), trail.held, trail.seen)
-        trail = trail.extend(new, self.logical, held)
+        trail = Trail(self._positions(keys), (0,) * batch, (0,) * batch)
         forced = trail.inside(self.settings.protect, starts) if self.settings.protect else None
         if self.bounds.protect_prompt:
             forced = trail.inside([(0, max(ends))], [0] * batch)
@@ -350,6 +346,14 @@ class EvictingLayer(PromptLayer):
             self._restock(*gather_kv(keys, values, kept.indices), kept)
             self._check_filler(call)
         self.kept = trail.origin(kept)
+
+    def _positions(self, keys: Tensor) -> Tensor:
+        """[B, H, S] where the slots of the stored keys [B, H, S, D] come from, FILLER on the left."""
+        later = torch.arange(self.logical - self.after_eviction(), self.logical, device=keys.device)
+        later = later.expand(*keys.shape[:2], -1)
+        if self.kept is None:
+            return later
+        return torch.cat([self.kept.indices.expand(-1, keys.shape[1], -1), later], 2)
 
     def until_eviction(self) -> int:
         """Where answers are evicted, what comes between two evictions; see `PromptLayer.until_eviction`."""
@@ -379,6 +383,7 @@ class EvictingLayer(PromptLayer):
         if self.recent and before > self.logical:
             query = torch.cat(self.recent, 2)
             self.recent = [query[:, :, : max(0, query.shape[2] - before + self.logical)]]
+            self.renewed = min(self.renewed, self.logical)
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> None:
         super()._each(change)

@@ -130,14 +130,11 @@ class StaticStore(SlackStore):
                 f"store: expected at most {self.capacity} kept and new tokens in this static layer, got "
                 f"{self.length + keys.shape[2]}; use 'plain', which grows"
             )
-        self._layer.update(keys, values)
-        self.length += keys.shape[2]
+        end = self.length + keys.shape[2]  # where the layer itself would write depends on transformers' version
+        self._layer.keys[:, :, self.length : end] = keys
+        self._layer.values[:, :, self.length : end] = values
+        self.length = end
         return self.keys, self.values
-
-    def crop(self, number: int) -> None:
-        """Forget the newest `number` tokens; their slots are written again."""
-        self.length -= number
-        self._layer.cumulative_length -= number
 
     def each(self, change: Callable[[Tensor], Tensor]) -> None:
         """Change both tensors, free slots included."""

@@ -33,7 +33,8 @@ def join(target: CacheLayerMixin, parts: Sequence[CacheLayerMixin]) -> None:
     target.logical = max(part.logical for part in layers)
     ragged = [part for part in layers if isinstance(part, RaggedLayer)]
     if any(part.lanes is not None for part in ragged) and isinstance(target, RaggedLayer):
-        target.lanes = RaggedStore.cat([_lanes(part) for part in ragged])
+        evicted = any(part.kept is not None for part in layers)
+        target.lanes = RaggedStore.cat([_lanes(part) for part in ragged], appended=None if evicted else target.logical)
     else:
         _join_stores(target, layers)
     if any(part.kept is not None for part in layers):
@@ -78,29 +79,41 @@ def _lanes(part: RaggedLayer) -> RaggedStore:
     heads = store.keys.shape[1]
     place = torch.arange(held.shape[2], device=held.device)
     indices = torch.where(held, place, FILLER).sort(-1).values.expand(-1, heads, -1)
-    return RaggedStore.from_kept(store.keys, store.values, Kept(indices, held.sum(-1).expand(-1, heads)))
+    lanes = RaggedStore.from_kept(store.keys, store.values, Kept(indices, held.sum(-1).expand(-1, heads)))
+    if part.kept is None:  # every token came after the last eviction
+        lanes.appended, lanes.real = store.length, held[:, 0]
+    return lanes
 
 
 def _join_kept(parts: Sequence[PromptLayer], logical: int) -> Kept:
-    """What each row holds, counted as in the longest prompt; tokens after a prompt count as kept."""
-    indices, counts = [], []
+    """What each row holds, counted as in the longest prompt.
+
+    Tokens after a prompt count as kept, but for the last that every part has: `crop` may take those back.
+    """
+    free = min(part.after_eviction() for part in parts)
+    indices = []
     for part in parts:
-        if part.kept is not None:
-            own = part.kept.indices
-            new = part.stored - own.shape[2] if not isinstance(part, RaggedLayer) or part.lanes is None else 0
-            heads = own.shape[1]
-        else:
-            held = _held(part)
-            heads = part.store.keys.shape[1] if part.store is not None else 1
-            place = torch.arange(part.logical - held.shape[2], part.logical, device=held.device)
-            own, new = torch.where(held, place, FILLER).sort(-1).values.expand(-1, heads, -1), 0
-        later = torch.arange(part.logical - new, part.logical, device=own.device).expand(*own.shape[:2], -1)
-        own = torch.cat([own, later], 2)
+        own = _answered(part)[..., : part.after_eviction() - free]
+        own = own if part.kept is None else torch.cat([part.kept.indices.expand(-1, own.shape[1], -1), own], 2)
+        own = own.sort(-1).values
         indices.append(torch.where(own == FILLER, FILLER, own + logical - part.logical))
-        counts.append((own != FILLER).sum(-1))
+    counts = [(own != FILLER).sum(-1) for own in indices]
     most, heads = max(x.shape[2] for x in indices), max(x.shape[1] for x in indices)
     padded = [F.pad(x, (most - x.shape[2], 0), value=FILLER).expand(-1, heads, -1) for x in indices]
     return Kept(torch.cat(padded), torch.cat([c.expand(-1, heads) for c in counts]))
+
+
+def _answered(part: PromptLayer) -> Tensor:
+    """[B, H, n] positions of the n columns after the part's last eviction, FILLER for those that are pads."""
+    number, keys = part.after_eviction(), part.keys
+    if keys is None:
+        raise ValueError("caches: expected caches that store tokens, got an empty one")
+    place = torch.arange(part.logical - number, part.logical, device=keys.device)
+    if isinstance(part, RaggedLayer) and part.lanes is not None:
+        shown, heads = part.lanes.columns()[:, None], part.lanes.heads
+    else:
+        shown, heads = _held(part)[:, :, part.stored - number :], keys.shape[1]
+    return torch.where(shown, place, FILLER).expand(-1, heads, -1)
 
 
 def _join_answers(target: EvictingLayer, parts: Sequence[EvictingLayer]) -> None:

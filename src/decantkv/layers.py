@@ -134,7 +134,9 @@ class PromptLayer(CacheLayerMixin):
     def before_attention(self, mask: Any, *, query: Tensor, kv_len: int, backend: str) -> Any:
         """Hide filler slots from new tokens."""
         if self.uneven and self.prompt is None:
-            mask = refit(mask, q_len=query.shape[2], kv_len=kv_len)
+            settled = self.kept.indices if self.kept is not None else self.valid
+            later = kv_len - (0 if settled is None else settled.shape[2])
+            mask = refit(mask, q_len=query.shape[2], kv_len=kv_len, later=later)
         if self.kept is not None and isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[-1] != kv_len:
             raise ValueError(
                 f"attention_mask: expected a 2-D mask of all tokens after eviction, got a 4-D one over "
@@ -267,19 +269,43 @@ class PromptLayer(CacheLayerMixin):
         """Take back the newest tokens: −k removes k; a positive number is the length to go back to.
 
         Raises:
-            ValueError: that reaches into what the prompt's eviction left.
+            ValueError: as `checked_crop`.
+        """
+        remove = self.checked_crop(tokens_to_remove)
+        if remove == self.logical:
+            self.reset()
+        elif remove:
+            self._take_back(remove)
+            self.logical -= remove
+
+    def checked_crop(self, tokens_to_remove: int) -> int:
+        """How many tokens `crop` would take back, at most all of them; nothing is changed.
+
+        Raises:
+            ValueError: that reaches into what the prompt's eviction left, or into a prompt that comes in chunks.
         """
         remove = -tokens_to_remove if tokens_to_remove <= 0 else self.logical - tokens_to_remove
-        if remove <= 0 or self.store is None:
-            return
-        kept = 0 if self.kept is None else self.kept.indices.shape[2]
-        if self.kept is not None and self.stored - remove < kept:
+        if remove <= 0:
+            return 0
+        if self.prompt is not None:
+            raise ValueError("crop: expected a prompt that was read to its end, got one that comes in chunks")
+        if self.kept is not None and remove > self.after_eviction():
             raise ValueError(
-                f"crop: expected to remove at most the {self.stored - kept} tokens after the evicted prompt, "
+                f"crop: expected to remove at most the {self.after_eviction()} tokens after the evicted prompt, "
                 f"got {remove}"
             )
-        self.store.crop(remove)
-        self.logical -= remove
+        return min(remove, self.logical)
+
+    def after_eviction(self) -> int:
+        """How many tokens came, pads included, after what the last eviction left."""
+        return self.stored if self.kept is None else self.stored - self.kept.indices.shape[2]
+
+    def _take_back(self, number: int) -> None:
+        if self.store is None:
+            return
+        self.store.crop(number)
+        if self.valid is not None:
+            self.valid = self.valid[:, :, : self.store.length]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Rows in a new order, as beam search wants them."""

@@ -107,20 +107,22 @@ def _read(seen: Tensor, batch: int, kv_len: int, rows: int) -> PromptMask:
     return PromptMask(None if set(numbers) == {kv_len} else numbers, None if plain else seen)
 
 
-def refit(mask: Any, *, q_len: int, kv_len: int) -> Any:
+def refit(mask: Any, *, q_len: int, kv_len: int, later: int) -> Any:
     """The mask of a layer that stores another number of tokens than the first one, for which transformers built it.
 
-    Stored slots are all seen; filler is `hide_filler`'s concern. Masks of other kinds than 4-D fit any layer.
+    The last `later` columns came after the prompt in every layer, so that the mask says which of them are pads. Slots
+    that the prompt left are all seen; filler is `hide_filler`'s concern.
 
     Raises:
         ValueError: a BlockMask, which says only what its own length holds.
     """
     if mask is not None and not isinstance(mask, Tensor):
         raise ValueError("allocation: expected one that gives all layers alike with flex attention; use sdpa or eager")
-    if mask is None or mask.dim() != 4 or mask.shape[-1] == kv_len:
+    if mask is None or mask.shape[-1] == kv_len:
         return mask
-    seen = True if mask.dtype == torch.bool else 0.0
-    return torch.nn.functional.pad(mask[..., -q_len:], (kv_len - q_len, 0), value=seen)
+    mask = mask[..., -min(later, mask.shape[-1]) :]
+    seen = 1 if mask.dim() == 2 or mask.dtype == torch.bool else 0.0
+    return torch.nn.functional.pad(mask, (kv_len - mask.shape[-1], 0), value=seen)
 
 
 def hide_filler(

@@ -31,7 +31,8 @@ class RaggedStore:
         keys: [S, D] and values: [S, Dv], S the sum of the lanes' capacities.
         starts, lens: [B·H] int64 on the device.
         room: slots every lane still has free at its end.
-        appended: tokens given since the prompt, which is how far `crop` may go back.
+        appended: columns given since the prompt, pads included, which is how far `crop` may go back.
+        real: [B, C] bool, False where one of the first C appended columns is a pad; None while all are tokens.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class RaggedStore:
         self.keys, self.values, self.starts, self.lens = keys, values, starts, lens
         self.batch, self.heads = batch, lens.shape[0] // batch
         self.room, self.appended = room, appended
+        self.real: Tensor | None = None
         self._splits: Splits | None = None
 
     @classmethod
@@ -79,6 +81,8 @@ class RaggedStore:
             self._grow(max(new + reserve, ROOM))
         if real is not None or not self._append_at_once(keys, values):
             self._append_each(keys, values, real)
+        if real is not None:
+            self.real = torch.cat([self.columns(), real], 1)
         self.room -= new
         self.appended += new
 
@@ -125,7 +129,7 @@ class RaggedStore:
         if kernel is None or kernel.unsupported(q, self.keys, self.values) is not None:
             return self._attend_in_tiles(q, scale, softcap, sink_logits)
         if self._splits is None:
-            self._splits = kernel.plan(self.starts, self.lens + self.room)
+            self._splits = kernel.plan(self.starts, self._capacity())
         attended: Tensor = kernel.attend(
             q, self.keys, self.values, self.lens, self._splits,
             scale=scale, softcap=softcap, sink_logits=sink_logits,
@@ -184,12 +188,11 @@ class RaggedStore:
         slots = (self.starts[:, None] + place - (keys.shape[2] - lens)[:, None])[held]
         self.keys.index_copy_(0, slots, keys.flatten(0, 1)[held])
         self.values.index_copy_(0, slots, values.flatten(0, 1)[held])
-        self.room += int((self.lens - lens).min())
         self.lens.copy_(lens)
-        self.appended = 0
+        self.room, self.appended, self.real = int((self._capacity() - lens).min()), 0, None
 
     def crop(self, number: int) -> None:
-        """Take back the newest `number` tokens of every lane.
+        """Take back the newest `number` columns: from each lane the tokens among them, which pads are not.
 
         Raises:
             ValueError: that reaches into what the prompt's eviction left.
@@ -198,9 +201,21 @@ class RaggedStore:
             raise ValueError(
                 f"crop: expected to remove at most the {self.appended} tokens after the evicted prompt, got {number}"
             )
-        self.lens -= number
+        left = self.appended - number
+        if self.real is None or left >= self.real.shape[1]:
+            self.lens -= number
+        else:
+            self.lens -= self.columns()[:, left:].sum(1).repeat_interleave(self.heads)
+            self.real = self.real[:, :left] if left else None
         self.room += number
-        self.appended -= number
+        self.appended = left
+
+    def columns(self) -> Tensor:
+        """[B, appended] bool: which columns given since the prompt are tokens of each row, not pads."""
+        shown = torch.ones(self.batch, self.appended, dtype=torch.bool, device=self.lens.device)
+        if self.real is not None:
+            shown[:, : self.real.shape[1]] = self.real
+        return shown
 
     def select_rows(self, rows: Tensor) -> None:
         """Batch rows in a new order, repeated or left out: what beams, repeats and selections of a batch need.
@@ -210,6 +225,7 @@ class RaggedStore:
         """
         lanes = rows.to(self.lens.device)[:, None] * self.heads + torch.arange(self.heads, device=self.lens.device)
         self.batch = rows.shape[0]
+        self.real = None if self.real is None else self.real[rows.to(self.real.device)]
         self._move(lanes.flatten(), self.room)
 
     def shrink(self, keep: Tensor) -> None:
@@ -253,8 +269,9 @@ class RaggedStore:
 
     def state(self) -> dict[str, Tensor]:
         """The store as plain tensors, for safetensors or torch.save."""
-        numbers = torch.tensor([self.batch, self.room, self.appended])
-        return {"keys": self.keys, "values": self.values, "starts": self.starts, "lens": self.lens, "numbers": numbers}
+        numbers = torch.tensor([self.batch, self.room, self.appended], device="cpu")
+        state = {"keys": self.keys, "values": self.values, "starts": self.starts, "lens": self.lens, "numbers": numbers}
+        return state if self.real is None else {**state, "real": self.real}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Tensor]) -> RaggedStore:
@@ -271,23 +288,33 @@ class RaggedStore:
         slots = min(state["keys"].shape[0], state["values"].shape[0])
         if starts.shape != lens.shape or lens.shape[0] % batch or bool((starts + lens + room > slots).any()):
             raise ValueError(f"state: expected lanes inside {slots} slots, got others")
-        return cls(
-            state["keys"], state["values"], starts, lens, batch=batch, room=room, appended=appended
-        )  # fmt: skip
+        store = cls(state["keys"], state["values"], starts, lens, batch=batch, room=room, appended=appended)
+        store.real = state.get("real")
+        return store
 
     @classmethod
-    def cat(cls, stores: Sequence[RaggedStore]) -> RaggedStore:
-        """The rows of several stores as one, without room; the stores stay as they are."""
+    def cat(cls, stores: Sequence[RaggedStore], *, appended: int | None = None) -> RaggedStore:
+        """The rows of several stores as one, without room; the stores stay as they are.
+
+        Args:
+            appended: columns that `crop` may take back, pads on the left of rows that have fewer; None: as many as
+                every store has.
+        """
+        appended = min(store.appended for store in stores) if appended is None else appended
         packed = [store._filled() for store in stores]
         lens = torch.cat([store.lens for store in stores])
-        return cls(
+        joined = cls(
             torch.cat([s.keys[slots] for s, slots in zip(stores, packed, strict=True)]),
             torch.cat([s.values[slots] for s, slots in zip(stores, packed, strict=True)]),
             lens.cumsum(0) - lens,
             lens,
             batch=sum(store.batch for store in stores),
-            appended=min(store.appended for store in stores),
+            appended=appended,
         )
+        if any(store.real is not None or store.appended < appended for store in stores):
+            columns = [store.columns()[:, max(0, store.appended - appended) :] for store in stores]
+            joined.real = torch.cat([torch.nn.functional.pad(x, (appended - x.shape[1], 0)) for x in columns])
+        return joined
 
     def _filled(self) -> Tensor:
         """[Σ lens] int64: the slots that hold a token, lane after lane."""
@@ -299,6 +326,11 @@ class RaggedStore:
         """Move everything to a device."""
         self.keys, self.values = self.keys.to(device), self.values.to(device)
         self.starts, self.lens, self._splits = self.starts.to(device), self.lens.to(device), None
+        self.real = None if self.real is None else self.real.to(device)
+
+    def _capacity(self) -> Tensor:
+        """[B·H] int64: slots from each lane's start to the next lane's."""
+        return torch.diff(self.starts, append=self.starts.new_full((1,), self.keys.shape[0]))
 
     def _grow(self, room: int) -> None:
         self._move(torch.arange(self.lens.shape[0], device=self.lens.device), room)
@@ -311,9 +343,12 @@ class RaggedStore:
         slots = int(ends[-1])
         lane = torch.repeat_interleave(capacity, output_size=slots)
         source = torch.arange(slots, device=lens.device) - (ends - capacity)[lane] + old[lane]
-        # a lane's room is filled with whatever follows it: it is never read before it is written
-        source = source.clamp_max_(self.keys.shape[0] - 1)
-        self.keys, self.values = self.keys[source], self.values[source]
+        if self.keys.shape[0] == 0:  # no lane holds a token, as an allocation over layers may have it
+            self.keys, self.values = (x.new_empty(slots, x.shape[1]) for x in (self.keys, self.values))
+        else:
+            # a lane's room is filled with whatever follows it: it is never read before it is written
+            source = source.clamp_max_(self.keys.shape[0] - 1)
+            self.keys, self.values = self.keys[source], self.values[source]
         self._layout(lens, room)
 
     def _layout(self, lens: Tensor, room: int) -> None:

@@ -81,6 +81,16 @@ class RaggedLayer(EvictingLayer):
         keys, values = self.lanes.right_aligned()
         return keys, values, self.lanes.lens.view(self.lanes.batch, -1)[:, 0].tolist()
 
+    def _positions(self, keys: Tensor) -> Tensor:
+        """As `EvictingLayer._positions`; lanes hold no pads."""
+        if self.lanes is None:
+            return super()._positions(keys)
+        heads, stored = keys.shape[1:3]
+        later = torch.arange(self.logical - self.lanes.appended, self.logical, device=keys.device)
+        later = torch.where(self.lanes.columns(), later, FILLER)[:, None].expand(-1, heads, -1)
+        kept = [] if self.kept is None else [self.kept.indices.expand(-1, heads, -1)]
+        return torch.cat([*kept, later], 2).sort(-1).values[..., -stored:]
+
     def _restock(self, keys: Tensor, values: Tensor, kept: Kept) -> None:
         """As `EvictingLayer._restock`, in the lanes that are there."""
         if self.lanes is None:
@@ -117,8 +127,10 @@ class RaggedLayer(EvictingLayer):
             filler = (~self.valid).sum(-1).expand(-1, heads).flatten()
         self.lanes = RaggedStore(
             keys.view(-1, keys.shape[3]), values.view(-1, values.shape[3]), lanes * stored + filler, stored - filler,
-            batch=batch,
+            batch=batch, appended=0 if self.kept is not None else stored,
         )  # fmt: skip
+        if self.kept is None and self.valid is not None:
+            self.lanes.real = self.valid[:, 0]
         self.store = self.valid = None
 
     def store_kept(self, kept: Kept) -> None:
@@ -184,19 +196,15 @@ class RaggedLayer(EvictingLayer):
         if self.kept is not None:
             super().record(lengths, self.kept.counts, bytes_before)
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Take back the newest tokens: −k removes k; a positive number is the length to go back to.
+    def after_eviction(self) -> int:
+        """How many tokens came, pads included, after what the last eviction left."""
+        return super().after_eviction() if self.lanes is None else self.lanes.appended
 
-        Raises:
-            ValueError: that reaches into what the prompt's eviction left.
-        """
+    def _take_back(self, number: int) -> None:
         if self.lanes is None:
-            super().crop(tokens_to_remove)
-            return
-        remove = -tokens_to_remove if tokens_to_remove <= 0 else self.logical - tokens_to_remove
-        if remove > 0:
-            self.lanes.crop(remove)
-            self.logical -= remove
+            super()._take_back(number)
+        else:
+            self.lanes.crop(number)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Rows in a new order, as beam search wants them."""
@@ -207,11 +215,15 @@ class RaggedLayer(EvictingLayer):
         if self.lanes is None:
             super().batch_repeat_interleave(repeats)
         else:
-            self._rows(torch.arange(self.lanes.batch).repeat_interleave(repeats))
+            self._rows(torch.arange(self.lanes.batch, device="cpu").repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Only these rows."""
-        self._rows(torch.as_tensor(indices))
+        """Only these rows: their numbers, or True for each that stays."""
+        if self.lanes is None:
+            super().batch_select_indices(indices)
+        else:
+            chosen = indices.cpu() if isinstance(indices, Tensor) else indices
+            self._rows(torch.arange(self.lanes.batch, device="cpu")[chosen])
 
     def _rows(self, rows: Tensor) -> None:
         if self.lanes is not None:

@@ -1,0 +1,226 @@
+"""Turns after the prompt: pads of their own, what `crop` takes back, and joined rows; rows alone are right."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+import decantkv
+from decantkv.cache import cache_argument
+from decantkv.ragged import RaggedStore
+from decantkv.selection import FILLER, Kept
+from tests import tiny
+from tests.families import build
+from tests.judge import logits_with
+
+PROMPTS = [tiny.prompt(40, seed=1), tiny.prompt(40, seed=2)]
+TURNS = [tiny.prompt(4, seed=3), tiny.prompt(1, seed=4)]
+WAYS = [
+    {"allocation": "pyramid", "decode": "model"},
+    {"allocation": "pyramid", "decode": "own"},
+    {"decode": "own"},
+    {"decode": "model"},
+    {"store": "static"},
+    {"allocation": "ada"},
+    {"allocation": "layer"},
+]
+
+
+class Chat:
+    """A batch that goes on, its attention mask with it."""
+
+    def __init__(self, model, cache):
+        self.model, self.cache, self.mask = model, cache, torch.zeros(0)
+
+    @torch.no_grad()
+    def say(self, rows: list[Tensor]) -> Tensor:
+        """Logits after the rows' last tokens."""
+        new = tiny.left_padded(rows)
+        real = new["attention_mask"]
+        self.mask = torch.cat([self.mask, real], 1) if self.mask.numel() else real
+        position = (self.mask.cumsum(-1) - 1).clamp_min(0)[:, -real.shape[1] :]
+        name = {cache_argument(self.model): self.cache}
+        return self.model(new["input_ids"], attention_mask=self.mask, position_ids=position, **name).logits[:, -1]
+
+    def fork(self) -> Chat:
+        other = Chat(self.model, copy.deepcopy(self.cache))
+        other.mask = self.mask
+        return other
+
+    def crop(self, number: int) -> None:
+        self.cache.crop(-number)
+        self.mask = self.mask[:, : self.mask.shape[1] - number]
+
+
+def step(number: int, seed: int) -> list[Tensor]:
+    return [tiny.prompt(1, seed=seed)] * number
+
+
+def stored(cache) -> list:
+    """What a head may see of every layer: its lanes' lengths, or slots and which of them are hidden."""
+    return [
+        layer.lanes.lens.tolist()
+        if getattr(layer, "lanes", None) is not None
+        else (
+            layer.keys.shape[2],
+            layer.get_seq_length(),
+            getattr(layer, "valid", None) is None or layer.valid.tolist(),
+        )
+        for layer in cache.layers
+    ]
+
+
+@pytest.mark.parametrize(("attention", "way"), [("eager", WAYS[0]), *[("sdpa", way) for way in WAYS]])
+@pytest.mark.parametrize("prompts", [PROMPTS, [PROMPTS[0], tiny.prompt(25, seed=2)]])
+def test_rows_of_a_padded_turn_equal_rows_alone(attention, way, prompts):
+    model = tiny.llama(attention=attention, num_hidden_layers=4)
+    options = {"budget": 0.3, "window": 4, **way}
+
+    def talk(rows):
+        chat = Chat(model, decantkv.EvictingCache(model, **options))
+        chat.say([prompts[i] for i in rows])
+        said = [chat.say([TURNS[i] for i in rows]), *[chat.say(step(len(rows), seed)) for seed in (5, 6)]]
+        said += [chat.say([TURNS[1 - i] for i in rows]), chat.say(step(len(rows), 7))]
+        return torch.stack(said, 1)
+
+    together = talk([0, 1])
+    for i in range(2):
+        torch.testing.assert_close(together[i : i + 1], talk([i]), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_crop_takes_back_a_padded_turn_and_nothing_else(way):
+    model = tiny.llama(num_hidden_layers=4)
+    chat = Chat(model, decantkv.EvictingCache(model, budget=0.3, window=4, **way))
+    chat.say(PROMPTS)
+    never = chat.fork()
+    before = stored(chat.cache)
+    chat.say(TURNS)
+    half = chat.fork()
+    for seed in (5, 6):
+        chat.say(step(2, seed))
+    chat.crop(2)
+    torch.testing.assert_close(chat.say(step(2, 8)), half.fork().say(step(2, 8)), rtol=0, atol=2e-6)
+    chat.crop(3)  # the step and half of the turn
+    half.crop(2)
+    assert stored(chat.cache) == stored(half.cache)
+    chat.crop(2)
+    assert stored(chat.cache) == before
+    torch.testing.assert_close(chat.say(step(2, 9)), never.say(step(2, 9)), rtol=0, atol=2e-6)
+    with pytest.raises(ValueError, match="crop: expected to remove at most the 1 tokens after the evicted prompt"):
+        chat.crop(2)
+
+
+@pytest.mark.parametrize("decode", ["own", "model"])
+@pytest.mark.parametrize("prompts", [PROMPTS, [PROMPTS[0], tiny.prompt(25, seed=2)]])
+def test_a_cache_that_holds_everything_is_cropped_like_transformers_own(decode, prompts):
+    model = tiny.llama()
+    for number in (3, 7, 41, 44):
+        ours = Chat(model, decantkv.EvictingCache(model, budget=1.0, decode=decode))
+        theirs = Chat(model, DynamicCache(config=model.config))
+        for chat in (ours, theirs):
+            chat.say(prompts)
+            chat.say(TURNS)
+            chat.crop(number)
+        assert ours.cache.get_seq_length() == theirs.cache.get_seq_length() == 44 - number
+        again = step(2, 5) if number < 44 else prompts
+        torch.testing.assert_close(ours.say(again), theirs.say(again), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("decode", ["own", "model"])
+def test_crop_further_back_than_the_first_token_empties_the_cache(decode):
+    model = tiny.llama()
+    cache = decantkv.EvictingCache(model, budget=1.0, decode=decode)
+    logits_with(model, cache, {"input_ids": PROMPTS[0]}, [TURNS[0]])
+    cache.crop(-200)
+    assert [layer.get_seq_length() for layer in cache.layers] == [0] * 3
+    fresh = decantkv.EvictingCache(model, budget=1.0, decode=decode)
+    expected = logits_with(model, fresh, {"input_ids": PROMPTS[1]}, [TURNS[0]])
+    assert torch.equal(logits_with(model, cache, {"input_ids": PROMPTS[1]}, [TURNS[0]]), expected)
+
+
+@pytest.mark.parametrize("argument", [-6, 16])
+def test_a_refused_crop_leaves_every_layer_of_a_hybrid_as_it_was(argument):
+    model = build("gemma3", "sdpa")
+    cache = decantkv.EvictingCache(model, budget=0.3, window=4)
+    logits_with(model, cache, {"input_ids": tiny.prompt(20)}, [tiny.prompt(2, seed=5)])
+    before = stored(cache)
+    with pytest.raises(ValueError, match="crop: expected to remove at most the 2 tokens after the evicted prompt"):
+        cache.crop(argument)
+    assert stored(cache) == before
+    cache.crop(-2)
+    assert {layer.get_seq_length() for layer in cache.layers} == {20}
+
+
+def test_a_crop_that_a_sliding_layer_refuses_leaves_the_others_alone():
+    model = build("gemma3", "sdpa")  # a window of 32, which this prompt has passed
+    cache = decantkv.EvictingCache(model, budget=0.3, window=4)
+    logits_with(model, cache, {"input_ids": tiny.prompt(60)}, [tiny.prompt(2, seed=5)])
+    before = stored(cache)
+    with pytest.raises((RuntimeError, ValueError), match="crop"):
+        cache.crop(-2)
+    assert stored(cache) == before
+
+
+def test_a_prompt_that_still_comes_in_chunks_cannot_be_cropped():
+    model = tiny.llama()
+    cache = decantkv.EvictingCache(model, budget=0.5)
+    with torch.no_grad(), decantkv.cache.deferred(cache):
+        model(PROMPTS[0], **{cache_argument(model): cache})
+        with pytest.raises(ValueError, match="crop: expected a prompt that was read to its end"):
+            cache.crop(-3)
+        model(TURNS[0], position_ids=torch.arange(40, 44)[None], **{cache_argument(model): cache})
+    assert cache.get_seq_length() == 44
+
+
+@pytest.mark.parametrize("way", [*WAYS[:4], *WAYS[5:]])
+@pytest.mark.parametrize("lengths", [(40, 40), (40, 25), (12, 6), (40, 4)])
+def test_joined_rows_go_on_and_are_cropped_like_rows_alone(way, lengths):
+    model = tiny.llama(num_hidden_layers=4)
+    chats = []
+    for length, answer in zip(lengths, (3, 2), strict=True):
+        chat = Chat(model, decantkv.EvictingCache(model, budget=12, window=4, **way))
+        chat.say([tiny.prompt(length, seed=length)])
+        chat.say([tiny.prompt(answer, seed=answer)])
+        chats.append(chat)
+    joined = Chat(model, decantkv.EvictingCache.cat([chat.cache for chat in chats]))
+    most = max(chat.mask.shape[1] for chat in chats)
+    joined.mask = torch.cat([torch.nn.functional.pad(c.mask, (most - c.mask.shape[1], 0)) for c in chats])
+    for everyone in (joined, *chats):
+        everyone.crop(2)  # tokens that were there before the join
+    for seed in (5, 6):
+        said = joined.say(step(2, seed))
+        for row, chat in enumerate(chats):
+            torch.testing.assert_close(said[row : row + 1], chat.say(step(1, seed)), rtol=0, atol=2e-5)
+    for everyone in (joined, *chats):
+        everyone.crop(1)
+    said = joined.say(step(2, 7))
+    for row, chat in enumerate(chats):
+        torch.testing.assert_close(said[row : row + 1], chat.say(step(1, 7)), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("way", WAYS[:4] + WAYS[5:])
+@pytest.mark.parametrize("chosen", [[1], [-1, 0], torch.tensor([False, True]), slice(1, 2)])
+def test_rows_are_selected_as_transformers_selects_them(way, chosen):
+    model = tiny.llama(num_hidden_layers=4)
+    chat = Chat(model, decantkv.EvictingCache(model, budget=0.3, window=4, **way))
+    chat.say(PROMPTS)
+    chat.say(TURNS)
+    some = chat.fork()
+    some.cache.batch_select_indices(chosen)
+    some.mask = some.mask[chosen]
+    both = chat.say(step(2, 5))[chosen]
+    torch.testing.assert_close(some.say(step(len(both), 5)), both, rtol=0, atol=2e-6)
+    some.crop(5)
+
+
+def test_a_layer_that_keeps_nothing_under_one_budget_for_all_takes_new_tokens():
+    none = Kept(torch.full((1, 2, 3), FILLER), torch.zeros(1, 2, dtype=torch.long))
+    store = RaggedStore.from_kept(torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8), none)
+    keys, values = torch.randn(1, 2, 1, 8), torch.randn(1, 2, 1, 8)
+    store.append(keys, values)
+    torch.testing.assert_close(store.attend(torch.randn(1, 4, 1, 8), scale=1.0), values.repeat_interleave(2, 1))
