@@ -73,7 +73,7 @@ def test_other_models_prompts_and_files_are_refused(tmp_path):
     (tmp_path / "flipped.safetensors").write_bytes(data)
     with pytest.raises(ValueError, match="changed since"):
         decantkv.EvictingCache.load(tmp_path / "flipped.safetensors", model)
-    marks = {"decantkv": files.read(path)[0]["model"], "digest": ""}
+    marks = {"decantkv": files.read(path)[0]["prompt"], "digest": ""}
     save_file(load_file(path), tmp_path / "forged.safetensors", metadata=marks)
     with pytest.raises(ValueError, match="changed since"):
         decantkv.EvictingCache.load(tmp_path / "forged.safetensors", model)

@@ -20,7 +20,7 @@ LAYERS = [
     {"methods"},
     {"selection", "api", "needs"},
     {"settings", "records", "masks", "ragged", "inner"},
-    {"interface", "generating", "bounded", "fused"},
+    {"interface", "generating", "bounded", "fused", "identity"},
     {"door", "layers", "evicting"},
     {"ragged_layers"},
     {"files", "joining", "graphs", "weighing"},
@@ -100,6 +100,7 @@ def test_only_the_integration_knows_transformers():
         "show",
         "cli",
         "weighing",
+        "identity",
     }
     for path in files():
         names = {n.module or "" for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.ImportFrom)}

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 
-from decantkv import files
+from decantkv import files, identity, interface
 from decantkv.allocation import AllocationRule, Shared
 from decantkv.bounded import UNBOUNDED, Bounds, Decode
 from decantkv.budget import Budget
@@ -28,7 +28,7 @@ from decantkv.interface import Hold
 from decantkv.joining import join
 from decantkv.layers import PromptLayer, gather, window_of
 from decantkv.methods import Method
-from decantkv.needs import rotation
+from decantkv.needs import device_of, rotation
 from decantkv.options import Allocation, Impl, Span
 from decantkv.peers import Peers
 from decantkv.ragged_layers import LayerContest, RaggedLayer
@@ -166,6 +166,22 @@ class EvictingCache(DynamicCache):
                 layer.contest = contest
         self._hold = Hold(model)
 
+    def get_mask_sizes(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        """As transformers' own; a forward that goes on under other adapters ends here, before any layer has changed."""
+        check_adapters(self)
+        sizes: tuple[int, int] = super().get_mask_sizes(*args, **kwargs)
+        return sizes
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """As transformers' own; forwards without a mask end here under other adapters."""
+        layer = self.layers[layer_idx]
+        if isinstance(layer, EvictingLayer) and layer.place[0] == 0:
+            check_adapters(self)
+        read: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return read
+
     def expect_length(self, length: int) -> None:
         """Say how many tokens prompt and answer may reach, so that room for new ones is taken once."""
         for layer in self.layers:
@@ -213,7 +229,7 @@ class EvictingCache(DynamicCache):
         about = {
             "settings": files.settings_as_dict(self.settings),
             "bounds": dataclasses.asdict(self.bounds),
-            "model": files.model_fingerprint(self._hold.model()),
+            "model": identity.describe(self._hold.model()),
             "prompt": files.prompt_fingerprint(prompt),
         }
         files.write(path, self.layers, about)
@@ -225,7 +241,7 @@ class EvictingCache(DynamicCache):
         """The cache that `save` wrote, on the devices of the model's layers.
 
         Args:
-            model: the one that read the prompt: same weights in the same dtype.
+            model: the one that read the prompt: same weights in the same dtype, same configuration, same adapters.
             prompt: token ids [B, N] that must be those given to `save`; None leaves them unchecked.
 
         Raises:
@@ -233,12 +249,18 @@ class EvictingCache(DynamicCache):
         """
         about, tensors = files.read(path)
         model = checked_model(model)
-        if about["model"] != files.model_fingerprint(model):
-            raise ValueError(f"model: expected the one whose cache {path} holds, got other weights, shapes or dtypes")
+        if not isinstance(about["model"], dict):
+            raise ValueError(
+                f"path: expected a file that names the adapters and the configuration of its cache's model, got {path} "
+                "of an older version, which does not; read the prompt again and save it"
+            )
+        if differs := identity.difference(about["model"], identity.describe(model)):
+            raise ValueError(f"model: expected the one whose cache {path} holds, got one with {differs}")
         if prompt is not None and about["prompt"] != files.prompt_fingerprint(prompt):
             raise ValueError(f"prompt: expected the one whose cache {path} holds, got another")
         settings = files.settings_from_dict(about["settings"])
         cache = cls.of(model, settings, new_recorder(settings), Bounds(**about["bounds"]))
+        check_adapters(cache)
         files.restore(cache.layers, about, tensors, layer_devices(model, len(cache.layers)))
         return cache
 
@@ -260,10 +282,33 @@ class EvictingCache(DynamicCache):
         for other in caches[1:]:
             if other._hold.model() is not model or (other.settings, other.bounds) != (first.settings, first.bounds):
                 raise ValueError("caches: expected caches of one model and one setting, got different ones")
+        if len({_prompt_layers(cache)[0].adapters for cache in caches}) > 1:
+            raise ValueError("caches: expected caches of the same active adapters, got different ones")
         joined = cls.of(model, first.settings, first.recorder, first.bounds)
+        _prompt_layers(joined)[0].adapters = _prompt_layers(first)[0].adapters
         for i, layer in enumerate(joined.layers):
             join(layer, [cache.layers[i] for cache in caches])
         return joined
+
+
+@interface.uncompiled
+def check_adapters(cache: DynamicCache) -> None:
+    """Note the adapters that read a prompt; raise ValueError where others act when it goes on.
+
+    To be called before any layer has taken the new tokens.
+    """
+    layers = _prompt_layers(cache)
+    model = layers[0].owner() if layers and layers[0].owner is not None else None
+    if not isinstance(model, nn.Module):
+        return
+    acting = identity.active_adapters(model)
+    if not layers[0].is_initialized:
+        layers[0].adapters = acting
+    elif layers[0].adapters != acting:
+        raise ValueError(
+            "cache: expected the adapters and scales that were active when its prompt was read, got others; switch "
+            "them back or read the prompt again"
+        )
 
 
 @contextmanager
@@ -356,9 +401,8 @@ def layer_devices(model: PreTrainedModel, number: int) -> list[torch.device]:
     devices = [model.device] * number
     for part in model.modules():
         index = getattr(part, "layer_idx", None)
-        weight = next(part.parameters(), None) if isinstance(index, int) and 0 <= index < number else None
-        if weight is not None and isinstance(index, int):
-            devices[index] = weight.device
+        if isinstance(index, int) and 0 <= index < number:
+            devices[index] = device_of(part) or devices[index]
     return devices
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from decantkv.allocation import RULES, AllocationRule
@@ -33,7 +33,6 @@ from decantkv.selection import Kept
 from decantkv.settings import Settings
 
 FORMAT = 1
-SAMPLE = 64  # elements of every weight that a model's fingerprint looks at
 
 
 def settings_as_dict(settings: Settings) -> dict[str, Any]:
@@ -71,17 +70,6 @@ def settings_from_dict(saved: Mapping[str, Any]) -> Settings:
         protect=protect,
         impl=saved["impl"],
     )
-
-
-def model_fingerprint(model: nn.Module) -> str:
-    """A digest of every weight's name, shape, dtype and a sample of its values, wherever the weights lie."""
-    digest = hashlib.sha256()
-    for name, weight in model.named_parameters():
-        flat = weight.detach().flatten()
-        sample = flat[:: max(1, flat.shape[0] // SAMPLE)][:SAMPLE].cpu()
-        digest.update(f"{name} {list(weight.shape)} {weight.dtype}".encode())
-        digest.update(_raw(sample))
-    return digest.hexdigest()
 
 
 def prompt_fingerprint(prompt: Tensor | None) -> str | None:

@@ -19,7 +19,17 @@ from decantkv import graphs, interface
 from decantkv.allocation import AllocationRule
 from decantkv.bounded import UNBOUNDED, Bounds, Decode
 from decantkv.budget import Budget
-from decantkv.cache import EvictingCache, cache_argument, checked_model, decide, defer, deferred, give_up, new_recorder
+from decantkv.cache import (
+    EvictingCache,
+    cache_argument,
+    check_adapters,
+    checked_model,
+    decide,
+    defer,
+    deferred,
+    give_up,
+    new_recorder,
+)
 from decantkv.fused import Standin, standins
 from decantkv.generating import check_chunks, first_the_prompt, is_chunked, number_chunk, refuse_continuous_batching
 from decantkv.graphs import StepGraphs, Trust
@@ -249,6 +259,7 @@ class _Attachment:
             cache = kwargs.get(self._name)
             if args or not isinstance(cache, EvictingCache) or cache.steps is None:
                 return forward(*args, **kwargs)
+            check_adapters(cache)  # a graph holds the adapters that it was recorded with
             return cache.steps.forward(forward, kwargs)
 
         return step
@@ -316,6 +327,8 @@ class _Attachment:
             cache = kwargs[self._name] = run.new_cache()
         elif cache is not None and type(cache) is DynamicCache and cache.get_seq_length() == 0:
             cache.layers = run.new_cache().layers  # generate and the caller hold this very object
+        if isinstance(cache, DynamicCache) and not isinstance(cache, EvictingCache):
+            check_adapters(cache)
         if isinstance(cache, DynamicCache) and cache.get_seq_length() == 0:
             self._prefill.stop = run.recorder.stopwatch.start("prefill", _device_of(decoder))
             self._prefill.weighing = run.recorder, Weighing(decoder, len(run.recorder.layers)), weakref.ref(cache)

@@ -18,6 +18,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from decantkv import interface
 from decantkv.buffers import SlackStore
+from decantkv.identity import Adapters
 from decantkv.inner import Inner, make_store
 from decantkv.interface import AttentionCall, not_understood
 from decantkv.masks import PromptMask, hide_filler, read_prompt_mask, refit
@@ -61,6 +62,7 @@ class PromptLayer(CacheLayerMixin):
         self._new = 0  # tokens of the last update of a prompt
         self.listens = False  # wants every attention call, also when nothing is hidden
         self.owner: weakref.ref[nn.Module] | None = None  # the model this cache is for, if it was told
+        self.adapters: Adapters = ()  # of the model when it read the prompt; the cache's first such layer knows them
 
     @property
     def is_initialized(self) -> bool:

@@ -1,10 +1,11 @@
-"""What some methods look at beyond an attention call: W_O and the model's own rotation, read from its modules."""
+"""What is read from a model's modules beyond an attention call: weights wherever they lie, W_O, the rotation."""
 
 from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,35 +14,132 @@ from torch import Tensor, nn
 from decantkv.scoring.window import Rotate
 
 _PROJECTIONS = ("o_proj", "out_proj", "dense", "c_proj", "wo", "proj")
-_MOVING = ("dynamic", "longrope")  # their frequencies change with the length of the prompt
+_WAY_OUT = "use a method that does without, such as dropkv or snapkv"
+_READABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_ROWS = 1024  # unit vectors that a layer is run on at once
+_LINEAR = 0.1  # share by which a quantised layer may miss the sum of its parts
+MOVING = ("dynamic", "longrope")  # their frequencies change with the length of the prompt
+
+
+def own_weights(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Each part of a model with its name; its own parameters can be read until the next part is taken.
+
+    Parameters that accelerate offloads are loaded by its own hook for that long.
+    """
+    with _loaded(module):
+        yield prefix, module
+        for name, part in module.named_children():
+            yield from own_weights(part, f"{prefix}.{name}" if prefix else name)
+
+
+@contextmanager
+def _loaded(module: nn.Module) -> Iterator[None]:
+    """While open, parameters that an offloading hook of the module keeps elsewhere are on its device."""
+    hook: Any = getattr(module, "_hf_hook", None)
+    reach = any(getattr(one, "place_submodules", False) for one in getattr(hook, "hooks", (hook,)))
+    if hook is None or not any(x.is_meta for x in module.parameters(recurse=reach)):
+        yield
+        return
+    hook.pre_forward(module)
+    try:
+        yield
+    finally:
+        hook.post_forward(module, None)
+
+
+def device_of(module: nn.Module) -> torch.device | None:
+    """Where a module's weights are when it runs; None of one without weights."""
+    for part in module.modules():
+        for weight in part._parameters.values():
+            if weight is not None and not weight.is_meta:
+                return weight.device
+            hook = getattr(part, "_hf_hook", None)
+            places = [getattr(one, "execution_device", None) for one in getattr(hook, "hooks", (hook,))]
+            if weight is not None and any(place is not None for place in places):
+                return torch.device(next(place for place in places if place is not None))
+    return None
 
 
 def output_projection(module: nn.Module, query: Tensor, value: Tensor) -> Tensor:
-    """W_O of an attention module as [HQ, Dv, E], a view of its weight.
+    """The linear map W_O that an attention module applies, as [HQ, Dv, E].
+
+    Of a plain linear layer it is a view of the weight. Any other layer (with adapters, quantised, offloaded) is run
+    on unit vectors, its bias taken off.
 
     Args:
         query: [B, HQ, N, D]; value: [B, H, N, Dv], as the attention got them.
 
     Raises:
-        ValueError: the module has none of the known names, or its weight has another shape or is quantised.
+        ValueError: the module has none of the known names, or what it has takes other inputs or is not linear.
     """
     heads, width = query.shape[1], value.shape[3]
     found = {name: getattr(module, name) for name in _PROJECTIONS if isinstance(getattr(module, name, None), nn.Module)}
-    for projection in found.values():
-        weight = getattr(projection, "weight", None)
-        if isinstance(weight, Tensor) and hasattr(weight, "to_local"):  # spread over processes: this one's heads
-            weight = weight.to_local()
-        if not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.is_floating_point():
-            continue
-        # Linear holds [out, in]; GPT-2's Conv1D holds [in, out]
-        weight = weight.detach() if type(projection).__name__ == "Conv1D" else weight.detach().T
-        if weight.shape[0] == heads * width:
+    for name, projection in found.items():
+        weight = _plain_weight(projection)
+        if weight is None and _inputs(projection) in (None, heads * width):
+            weight = _weight_by_running(projection, heads * width, value, f"{type(module).__name__}.{name}")
+        if weight is not None and weight.shape[0] == heads * width:
             return weight.view(heads, width, -1) if weight.is_contiguous() else weight.unflatten(0, (heads, width))
     raise ValueError(
-        f"method: expected an attention module with a floating-point output projection of {heads}·{width} inputs, "
-        f"which this method weighs values by, got {type(module).__name__} with {sorted(found) or 'none'}; "
-        "use a method that does without, such as dropkv or snapkv"
+        f"method: expected an attention module with an output projection of {heads}·{width} inputs, which this method "
+        f"weighs values by, got {type(module).__name__} with {sorted(found) or 'none'}; {_WAY_OUT}"
     )
+
+
+def _plain_weight(projection: nn.Module) -> Tensor | None:
+    """[in, out] where the layer's weight is all that it applies besides its bias; None where it may be more."""
+    conv = type(projection).__name__ == "Conv1D"  # GPT-2's holds [in, out], Linear [out, in]
+    if not conv and type(projection).forward is not nn.Linear.forward:
+        return None
+    if "forward" in vars(projection) and not hasattr(projection, "_hf_hook"):
+        return None  # somebody has put another forward on this very layer
+    with _loaded(projection):
+        weight: Any = projection.weight
+    if hasattr(weight, "to_local"):  # spread over processes: this one's heads
+        weight = weight.to_local()
+    readable = type(weight) in (nn.Parameter, Tensor) and not weight.is_meta and weight.dtype in _READABLE
+    if not readable or weight.dim() != 2:
+        return None
+    plain: Tensor = weight.detach()
+    return plain if conv else plain.T
+
+
+def _inputs(projection: nn.Module) -> int | None:
+    """How many inputs a layer says it takes; None where it does not say."""
+    for name in ("in_features", "infeatures", "nx"):
+        if isinstance(size := getattr(projection, name, None), int):
+            return size
+    return None
+
+
+@torch.no_grad()
+def _weight_by_running(projection: nn.Module, inputs: int, like: Tensor, name: str) -> Tensor:
+    """[in, out] of a layer that is linear but not plain: its outputs for unit vectors less that for zero.
+
+    Raises:
+        ValueError: it cannot be run on such vectors, or is not linear.
+    """
+    unit = torch.eye(inputs, dtype=like.dtype, device=like.device)
+    mixed = torch.linspace(-1, 1, 2 * inputs, dtype=torch.float32, device=like.device).sin().view(2, -1)
+    try:
+        bias = projection(torch.zeros_like(unit[:1]))
+        weight = torch.cat([projection(part) - bias for part in unit.split(_ROWS)])
+        got = (projection(mixed.to(like.dtype)) - bias).float()
+    except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError, AssertionError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(
+            f"method: expected an output projection that can be run on its own, which this method weighs values by, "
+            f"got {name}, a {type(projection).__name__}: {reason}; {_WAY_OUT}"
+        ) from error
+    right = mixed @ weight.float()
+    if weight.is_meta or not bool((got - right).norm() <= _LINEAR * right.norm()):
+        raise ValueError(
+            f"method: expected an output projection that is linear, which this method weighs values by, got {name}, "
+            f"a {type(projection).__name__}; {_WAY_OUT}"
+        )
+    return weight
 
 
 def rotation(model: Any) -> Rotate:
@@ -60,7 +158,7 @@ def rotation(model: Any) -> Rotate:
         )
     kind = getattr(embed, "rope_type", "default")
     kinds = set(kind.values()) if isinstance(kind, dict) else {kind}
-    if kinds & set(_MOVING):
+    if kinds & set(MOVING):
         raise ValueError(f"method: expected rotary frequencies that stay as they are, got {sorted(kinds)}; {way_out}")
     rotate = _rotation(embed, apply)
     if not _adds_up(rotate, model):
@@ -116,7 +214,7 @@ def _adds_up(rotate: Rotate, model: Any) -> bool:
     """Whether R(3)R(−8)x = R(−5)x, R(0)x = x and R(7)x ≠ x on a vector of the model's head width."""
     config = model.config.get_text_config(decoder=True)
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    device = next(model.parameters()).device
+    device = next((x.device for x in model.parameters() if not x.is_meta), torch.device("cpu"))
     x = torch.linspace(-1, 1, width, device=device).expand(1, 1, 2, width)
 
     def by(number: int) -> Tensor:
