@@ -7,7 +7,7 @@ are what a rule spreads. H heads of a layer keep H·n_keep tokens together, L la
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from fractions import Fraction
 from typing import ClassVar
 
@@ -34,6 +34,11 @@ class AllocationRule:
     ragged: ClassVar[bool] = False
     by_layer: ClassVar[bool] = False
     over_layers: ClassVar[bool] = False
+
+    def describe(self) -> str:
+        """The rule with its settings, for reports: `ada(alpha=0.2)`."""
+        options = ", ".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self))
+        return f"{self.name}({options})" if options else self.name
 
     def layer_budget(self, n_keep: int, fixed: int, length: int, layer: int, layers: int) -> int:
         """Tokens a head keeps in layer number `layer` of `layers`, `n_keep` being the mean over them.

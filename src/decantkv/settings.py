@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self, get_args
@@ -26,7 +27,6 @@ class Settings:
         method: scores tokens.
         budget: what is kept, protected tokens included.
         allocation: how the budget is spread over KV heads and layers.
-        sinks: first tokens always kept.
         protect: spans (start, stop) of prompt positions always kept, counted from the first real token.
         impl: implementation of the scores.
     """
@@ -34,7 +34,6 @@ class Settings:
     method: Method
     budget: Budget
     allocation: AllocationRule = UNIFORM
-    sinks: int = 0
     protect: tuple[Span, ...] = ()
     impl: Impl = "auto"
 
@@ -63,10 +62,25 @@ class Settings:
                 f"of tokens, got {rule.name!r}"
             )
         expect_choice("impl", impl, get_args(Impl))
-        kept_first = chosen.sinks if sinks is None else expect_int("sinks", sinks, at_least=0)
+        if sinks is not None and expect_int("sinks", sinks, at_least=0) != chosen.sinks:
+            chosen = dataclasses.replace(chosen, sinks=int(sinks))
         parsed = Budget.parse(budget)
-        parsed.check_fixed(chosen.window + kept_first, f"window {chosen.window} and sinks {kept_first}")
-        return cls(chosen, parsed, rule, kept_first, expect_spans("protect", protect), impl)
+        parsed.check_fixed(chosen.window + chosen.sinks, f"window {chosen.window} and sinks {chosen.sinks}")
+        return cls(chosen, parsed, rule, expect_spans("protect", protect), impl)
+
+    @property
+    def sinks(self) -> int:
+        """First tokens always kept: the method's, whose scores may depend on them."""
+        return self.method.sinks
+
+    def in_force(self) -> dict[str, Any]:
+        """What besides method and budget was chosen, as JSON can hold it."""
+        return {
+            "allocation": self.allocation.describe(),
+            "sinks": self.sinks,
+            "protect": [list(span) for span in self.protect],
+            "impl": self.impl,
+        }
 
     @property
     def rows(self) -> int:
