@@ -192,6 +192,17 @@ def test_protected_tokens_and_sinks_outlive_every_round(allocation):
             assert kept.sum() == 2 * 25
 
 
+def test_a_pyramid_never_gives_a_layer_less_than_what_is_protected():
+    model, inputs = tiny.llama(), tiny.left_padded([tiny.prompt(130, seed=1), tiny.prompt(101, seed=2)])
+    settings = {"budget": 16, "sinks": 2, "protect": [(10, 15)], "allocation": "pyramid"}
+    cache = decantkv.EvictingCache(model, **settings, **CAP)
+    in_chunks(model, cache, inputs, 24)
+    kept = torch.stack([layer.kept.mask(130).expand(-1, 2, -1) for layer in cache.layers])
+    for row, pads in enumerate((0, 29)):
+        assert kept[:, row, :, pads + 10 : pads + 15].all()
+        assert kept[:, row].sum() == 3 * 2 * 16
+
+
 def test_under_plain_generate():
     model, ids = tiny.llama(), tiny.prompt(150)
     with decantkv.attach(model, budget=0.2) as run:

@@ -91,7 +91,8 @@ class Bounds:
                     f"max_kv_tokens: expected at least {least}, which window, sinks and protected spans always keep, "
                     f"got {self.max_kv_tokens}"
                 )
-            if settings.protect and settings.allocation.over_layers:
+            rule = settings.allocation
+            if settings.protect and (rule.over_layers or (rule.by_layer and rule.ragged)):
                 raise ValueError(
                     "max_kv_tokens: expected none beside protect under an allocation over all layers, got both"
                 )

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from decantkv.allocation import UNIFORM
 from decantkv.bounded import UNBOUNDED, Bounds, Trail, choose
 from decantkv.chunks import attend_chunk
 from decantkv.interface import AttentionCall
@@ -153,7 +154,15 @@ class EvictingLayer(PromptLayer):
         starts = [self.logical - n for n in self.trail.seen]
         spans = self.settings.protect
         forced = self.trail.inside(spans, starts) if spans else None
-        return dataclasses.replace(self.settings, protect=()), {"n_keep": counts, "forced": forced}
+        settings = dataclasses.replace(self.settings, protect=())
+        if spans and settings.allocation.by_layer:  # a layer's share is never below what is forced into it
+            rule, held, seen = settings.allocation, self.trail.held, self.trail.seen
+            counts = [
+                rule.layer_budget(n, fixed, length, *self.place)
+                for n, fixed, length in zip(counts, map(self.settings.fixed, seen), held, strict=True)
+            ]
+            settings = dataclasses.replace(settings, allocation=UNIFORM)
+        return settings, {"n_keep": counts, "forced": forced}
 
     def attend(self, call: AttentionCall) -> Tensor | None:
         """The attention of a prompt's later chunks, whose mask tells of the chunk alone; else the model's own.
