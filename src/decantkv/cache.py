@@ -196,14 +196,15 @@ class EvictingCache(DynamicCache):
         """
         remove = -tokens_to_remove if tokens_to_remove <= 0 else max(0, self.get_seq_length() - tokens_to_remove)
         evicting = [layer for layer in self.layers if isinstance(layer, PromptLayer)]
+        length = self.get_seq_length() - remove  # an interrupted forward leaves layers of unequal lengths
         for layer in evicting:
-            layer.checked_crop(-remove)
+            layer.checked_crop(min(0, length - layer.logical))
         with _restored_on_error([layer for layer in self.layers if not isinstance(layer, PromptLayer)]) as others:
             for other in others:
                 if remove or getattr(other, "record_past", False):  # in 4.x, crop(0) empties transformers' layers
                     other.crop(-remove)
         for layer in evicting:
-            layer.crop(-remove)
+            layer.crop(min(0, length - layer.logical))
 
     def nbytes(self) -> int:
         """Bytes of all keys and values held, by their distinct storages."""

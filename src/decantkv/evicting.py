@@ -364,9 +364,9 @@ class EvictingLayer(PromptLayer):
             return later
         return torch.cat([self.kept.indices.expand(-1, keys.shape[1], -1), later], 2)
 
-    def until_eviction(self) -> int:
+    def until_eviction(self, new: int = 0) -> int:
         """Where answers are evicted, what comes between two evictions; see `PromptLayer.until_eviction`."""
-        most = super().until_eviction()
+        most = super().until_eviction(new)
         return most if self.bounds.every is None else min(most, self.bounds.every + self.rows)
 
     def _stored(self, call: AttentionCall) -> tuple[Tensor, Tensor, list[int]]:

@@ -67,7 +67,6 @@ class Fp8Store(SlackStore):
 
     def update(self, keys: Tensor, values: Tensor, *, reserve: int = 0) -> tuple[Tensor, Tensor]:
         """Append; what exceeds the prompt's largest element is clipped, since e4m3 has no infinity and gives NaN."""
-        self.length += keys.shape[2]
         limits = [
             float(scale) * self._layer.fp8_max
             for _, scale in (self._layer._quantized_keys, self._layer._quantized_values)
@@ -75,6 +74,7 @@ class Fp8Store(SlackStore):
         new: tuple[Tensor, Tensor] = self._layer.update(
             keys.clamp(-limits[0], limits[0]), values.clamp(-limits[1], limits[1])
         )
+        self.length += keys.shape[2]
         return new
 
     def crop(self, number: int) -> None:

@@ -12,12 +12,14 @@ import threading
 import weakref
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from types import FrameType
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import transformers
 from torch import Tensor, nn
 from transformers import modeling_utils
+from transformers.cache_utils import Cache
 
 from decantkv.versions import BEYOND, OLDEST, transformers_fits
 
@@ -99,8 +101,24 @@ check_version(transformers.__version__)
 _slot = threading.local()
 
 
-def expect(listener: Listener) -> None:
-    """The next attention call in this thread belongs to `listener`.
+class _Waiting(NamedTuple):
+    """A layer that waits for its attention call, held weakly: an interrupted forward must not keep its cache alive.
+
+    Attributes:
+        listener: the layer.
+        key: the very tensor that its `update` returned.
+        derived: whether the call's key may also be made from that tensor, as models with latent caches do.
+    """
+
+    listener: weakref.ref[Listener]
+    key: weakref.ref[Tensor]
+    derived: bool = True
+
+
+def expect(listener: Listener, key: Tensor) -> None:
+    """The attention call over `key`, which `listener` returned from `update`, belongs to `listener`.
+
+    The last thing that an `update` does, so that nothing it raises leaves the layer waiting.
 
     Raises:
         UnsupportedModelError: the layer before it is still waiting for its own call.
@@ -109,18 +127,49 @@ def expect(listener: Listener) -> None:
     if waiting is not None and waiting.cache_id == listener.cache_id and waiting.layer_idx < listener.layer_idx:
         forget()
         raise not_understood(waiting.layer_idx)
-    _slot.listener = listener
+    _slot.waiting = _Waiting(weakref.ref(listener), weakref.ref(key))
 
 
 def pending() -> Listener | None:
     """The layer whose attention call has not come yet."""
-    listener: Listener | None = getattr(_slot, "listener", None)
-    return listener
+    waiting: _Waiting | None = getattr(_slot, "waiting", None)
+    return None if waiting is None else waiting.listener()
 
 
 def forget() -> None:
     """Nobody waits any more: a forward ended or failed."""
-    _slot.listener = None
+    _slot.waiting = None
+
+
+def _claim(module: nn.Module, key: Tensor) -> Listener | None:
+    """The layer that this attention call belongs to, which waits no more; None for a call that nobody waits for.
+
+    A layer that an interrupted forward left waiting gets no call of a later forward.
+    """
+    waiting: _Waiting | None = getattr(_slot, "waiting", None)
+    if waiting is None:
+        return None
+    listener = waiting.listener()
+    if waiting.key() is not key and (listener is None or not waiting.derived or not _reads(module, listener)):
+        _slot.waiting = None if listener is None else waiting._replace(derived=False)
+        return None
+    _slot.waiting = None
+    return listener
+
+
+def _reads(module: nn.Module, listener: Listener) -> bool:
+    """Whether `module`, which attends now, was given the listener's cache.
+
+    Only models that attend to something made from what the cache returned are looked at so closely.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_locals.get("self") is module:
+            caches = [x for x in frame.f_locals.values() if isinstance(x, Cache)]
+            if any(layer is listener for cache in caches for layer in cache.layers):
+                return True
+        frame = frame.f_back
+    return False
 
 
 def not_understood(layer_idx: int, model: str = "the model") -> UnsupportedModelError:
@@ -131,12 +180,26 @@ def not_understood(layer_idx: int, model: str = "the model") -> UnsupportedModel
     )
 
 
+def interrupted(layer_idx: int) -> UnsupportedModelError:
+    """The error for a layer whose tokens were stored by a forward that never attended to them."""
+    return UnsupportedModelError(
+        f"cache: expected one whose last forward came to its end, got one that stopped in layer {layer_idx}, by an "
+        "interrupt or because the model attends without transformers' attention interface; make a new cache or reset() "
+        "this one"
+    )
+
+
 class Hold:
     """Keeps the wrappers in place for one model; released when closed or collected."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = weakref.ref(model)
-        self._release = weakref.finalize(self, _release, _acquire(model))
+        self._model, self.closed = weakref.ref(model), False
+        weakref.finalize(self, thoroughly, _restore)
+        try:
+            _acquire(self, model)
+        except BaseException:
+            self.close()
+            raise
 
     def model(self) -> nn.Module:
         """The model held.
@@ -151,7 +214,8 @@ class Hold:
 
     def close(self) -> None:
         """Let go; the last holder restores every function."""
-        self._release()
+        self.closed = True
+        thoroughly(_restore)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Hold:
         model = self._model()
@@ -161,20 +225,47 @@ class Hold:
 
 
 class _Patch:
-    """One wrapped function: where it lives, what it was, how many hold it."""
+    """One wrapped function: where it lives, what it was, who holds it."""
 
     def __init__(self, home: MutableMapping[str, Any], name: str, backend: str) -> None:
-        self.home, self.name, self.holders = home, name, 0
+        self.home, self.name = home, name
+        self.holders: weakref.WeakSet[Hold] = weakref.WeakSet()
         self.original: Attention = home[name]
         self.wrapper = _wrap(self.original, backend)
 
+    def held(self) -> bool:
+        """Whether a holder is left."""
+        return any(not hold.closed for hold in self.holders)
+
     def restore(self) -> None:
+        """Put the function back, unless somebody else has replaced the wrapper since."""
         if self.home.get(self.name) is self.wrapper:
             self.home[self.name] = self.original
 
 
-_lock = threading.Lock()
+# Around every change that holders share. Holders end in finalizers, which may run inside any allocation, and by
+# interrupts between any two steps: changes and what undoes them go by what is there, and may nest and be repeated.
+lock = threading.RLock()
 _patches: dict[tuple[int, str], _Patch] = {}
+
+
+def thoroughly(undo: Callable[[], None]) -> None:
+    """Undo under the lock, a second time where an interrupt came in the midst of it."""
+    try:
+        with lock:
+            undo()
+    except BaseException:
+        with lock:
+            undo()
+        raise
+
+
+def _restore() -> None:
+    """Restore the functions that nobody holds any more."""
+    for key, patch in list(_patches.items()):
+        if not patch.held():
+            patch.restore()
+            _patches.pop(key, None)
 
 
 def modeling_files(model: nn.Module) -> list[Any]:
@@ -184,7 +275,7 @@ def modeling_files(model: nn.Module) -> list[Any]:
     return [module for module in modules if hasattr(module, "ALL_ATTENTION_FUNCTIONS")]
 
 
-def _acquire(model: nn.Module) -> list[tuple[int, str]]:
+def _acquire(hold: Hold, model: nn.Module) -> None:
     interface = modeling_utils.ALL_ATTENTION_FUNCTIONS
     targets: list[tuple[MutableMapping[str, Any], str, str]] = [
         (interface._global_mapping, name, name) for name in list(interface._global_mapping) if "|" not in name
@@ -194,27 +285,15 @@ def _acquire(model: nn.Module) -> list[tuple[int, str]]:
             targets.append((vars(module), "eager_attention_forward", "eager"))
         local = getattr(module.ALL_ATTENTION_FUNCTIONS, "_local_mapping", {})
         targets += [(local, name, name) for name in list(local)]
-    held = []
-    with _lock:
+    with lock:
         for home, name, backend in targets:
             key = (id(home), name)
             patch = _patches.get(key)
-            if patch is None:
-                patch = _patches[key] = _Patch(home, name, backend)
-                home[name] = patch.wrapper
-            patch.holders += 1
-            held.append(key)
-    return held
-
-
-def _release(held: list[tuple[int, str]]) -> None:
-    with _lock:
-        for key in held:
-            patch = _patches[key]
-            patch.holders -= 1
-            if patch.holders == 0:
-                patch.restore()
-                del _patches[key]
+            if patch is None or home.get(name) not in (patch.original, patch.wrapper):
+                patch = _Patch(home, name, backend)
+            patch.holders.add(hold)
+            _patches[key] = patch
+            home[name] = patch.wrapper
 
 
 def _wrap(function: Attention, backend: str) -> Attention:
@@ -229,10 +308,9 @@ def _wrap(function: Attention, backend: str) -> Attention:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        listener = pending()
+        listener = _claim(module, key)
         if listener is None:
             return function(module, query, key, value, attention_mask, *args, **kwargs)
-        forget()
         if kwargs.get("position_bias") is not None:
             raise UnsupportedModelError(
                 f"model: expected positions inside queries and keys, got {type(module).__name__} with relative "

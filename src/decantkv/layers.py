@@ -20,7 +20,7 @@ from decantkv import interface
 from decantkv.buffers import SlackStore
 from decantkv.identity import Adapters
 from decantkv.inner import Inner, make_store
-from decantkv.interface import AttentionCall, not_understood
+from decantkv.interface import AttentionCall, interrupted
 from decantkv.masks import PromptMask, hide_filler, read_prompt_mask, refit
 from decantkv.needs import output_projection
 from decantkv.options import Need
@@ -101,19 +101,21 @@ class PromptLayer(CacheLayerMixin):
             UnsupportedModelError: the prompt's attention call never came.
         """
         if self.prompt is not None and self.waiting is None:
-            raise not_understood(self.layer_idx)
-        if self.store is None and (key_states.shape[-2] > 1 or self.deferred):
-            interface.expect(self)
-            self._new = key_states.shape[-2]
-            self.logical += self._new
+            raise interrupted(self.layer_idx)
+        new = key_states.shape[-2]
+        if self.store is None and (new > 1 or self.deferred):
             self.prompt = self._with_older(key_states, value_states)
+            self.logical, self._new = self.logical + new, new
+            interface.expect(self, self.prompt[0])
             return self.prompt
-        if self.store is None:  # a prompt of one token: nothing to choose from
-            self.store = SlackStore(key_states[:, :, :0], value_states[:, :, :0])
-        self.logical += key_states.shape[-2]
+        store = self.store
+        if store is None:  # a prompt of one token: nothing to choose from
+            store = SlackStore(key_states[:, :, :0], value_states[:, :, :0])
+        keys, values = store.update(key_states, value_states, reserve=self.reserve(new))
+        self.store = store
+        self.logical += new
         if self.valid is not None or self.uneven or self.kept is not None or self.listens:
-            interface.expect(self)
-        keys, values = self.store.update(key_states, value_states, reserve=self.reserve())
+            interface.expect(self, keys)
         return keys, values
 
     def _with_older(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -127,7 +129,7 @@ class PromptLayer(CacheLayerMixin):
     def _ahead(self, length: int, new: int) -> int:
         """Tokens of a prompt to take room for behind `new` of them when its buffer grows from `length`."""
         doubled = max(0, length - new)
-        return min(doubled, self.announced()) if self.expected else doubled
+        return min(doubled, self.announced(new)) if self.expected else doubled
 
     def attend(self, call: AttentionCall) -> Tensor | None:
         """None: the model's own attention reads what `update` returned."""
@@ -235,17 +237,17 @@ class PromptLayer(CacheLayerMixin):
         """Make keys [B, H, K, D] and values [B, H, K, Dv] the layer's storage, without another copy."""
         self.store = make_store(keys, values, self.inner, announced=self.until_eviction())
 
-    def announced(self) -> int:
-        """New tokens that are still to come; 0 where nobody said how many."""
-        return max(0, self.expected - self.logical)
+    def announced(self, new: int = 0) -> int:
+        """Tokens that are still to come behind `new` ones; 0 where nobody said how many."""
+        return max(0, self.expected - self.logical - new)
 
-    def until_eviction(self) -> int:
+    def until_eviction(self, new: int = 0) -> int:
         """How many of them come before what is stored is evicted again: all, unless answers are."""
-        return self.announced()
+        return self.announced(new)
 
-    def reserve(self) -> int:
+    def reserve(self, new: int) -> int:
         """How many of those a store that grows takes room for at once."""
-        return min(self.until_eviction(), RESERVE)
+        return min(self.until_eviction(new), RESERVE)
 
     def _prompt(self) -> tuple[Tensor, Tensor]:
         if self.prompt is None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from decantkv import interface
 from decantkv.allocation import Contest
 from decantkv.evicting import EvictingLayer
-from decantkv.interface import AttentionCall, not_understood
+from decantkv.interface import AttentionCall, interrupted
 from decantkv.masks import PromptMask, read_prompt_mask
 from decantkv.ragged import RaggedStore
 from decantkv.ranking import FILLER, highest
@@ -50,10 +50,9 @@ class RaggedLayer(EvictingLayer):
         if self.lanes is None:
             return super().update(key_states, value_states, *args, **kwargs)
         if self._fresh is not None:
-            raise not_understood(self.layer_idx)
-        interface.expect(self)
+            raise interrupted(self.layer_idx)
         self._fresh = key_states, value_states
-        self.logical += key_states.shape[-2]
+        interface.expect(self, key_states)
         return self._fresh
 
     @torch.no_grad()
@@ -69,8 +68,9 @@ class RaggedLayer(EvictingLayer):
         seen = read_prompt_mask(mask, batch=batch, kv_len=new, rows=new, device=keys.device)
         if seen.window is not None:
             raise ValueError("attention_mask: expected causal attention among new tokens, got another pattern")
-        self.lanes.append(keys, values, _real(seen.lengths, new, keys.device), reserve=self.reserve())
+        self.lanes.append(keys, values, _real(seen.lengths, new, keys.device), reserve=self.reserve(new))
         self._fresh = None
+        self.logical += new
         out = self.lanes.attend(call.query, scale=call.scale, softcap=call.softcap, sink_logits=call.sink_logits)
         return out.transpose(1, 2)
 
@@ -101,6 +101,10 @@ class RaggedLayer(EvictingLayer):
     def forget_new(self) -> None:
         """A step failed: its tokens are not waited for any more."""
         self._fresh = None
+
+    def get_seq_length(self, *args: Any) -> int:
+        """Every token ever given, those included whose attention call is still to come."""
+        return self.logical + (0 if self._fresh is None else self._fresh[0].shape[2])
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
         """Of the new tokens alone."""
@@ -195,6 +199,11 @@ class RaggedLayer(EvictingLayer):
         self._shares = None
         if self.kept is not None:
             super().record(lengths, self.kept.counts, bytes_before)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """As `PromptLayer.crop`; new tokens that an interrupted forward never attended to go in any case."""
+        self.forget_new()
+        super().crop(tokens_to_remove)
 
     def after_eviction(self) -> int:
         """How many tokens came, pads included, after what the last eviction left."""

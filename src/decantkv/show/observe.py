@@ -94,7 +94,7 @@ class _WatchedLayer(PromptLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         keys, values = super().update(key_states, value_states, *args, **kwargs)
         if self.prompt is None:
-            interface.expect(self)
+            interface.expect(self, keys)
         return keys, values
 
     def after_attention(self, call: AttentionCall) -> None:

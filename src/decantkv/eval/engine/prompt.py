@@ -121,12 +121,12 @@ class WatchedLayer(DynamicLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append, and announce the attention call that follows."""
-        interface.expect(self)
         start = self.get_seq_length()
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.keys = self._keys.put(self.layer_idx, start, key_states)
         self.values = self._values.put(self.layer_idx, start, value_states)
+        interface.expect(self, self.keys)
         return self.keys, self.values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
