@@ -13,7 +13,18 @@ SOURCE = Path(decantkv.__file__).parent
 
 # a module may import from its own layer or from one before it
 LAYERS = [
-    {"options", "transfer", "buffers", "chunks", "lse", "versions", "processes", "circumstances", "terminal"},
+    {
+        "options",
+        "transfer",
+        "buffers",
+        "chunks",
+        "lse",
+        "versions",
+        "processes",
+        "circumstances",
+        "terminal",
+        "context",
+    },
     {"budget", "ranking"},
     {"peers"},
     {"scoring", "kernels", "allocation"},

@@ -6,36 +6,47 @@ import hashlib
 import os
 import shutil
 import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from filelock import FileLock
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging
 
 from decantkv.options import reason_of
+from decantkv.terminal import note
 
 GGUF_MAGIC = b"GGUF"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def load(
-    source: str | Path, *, dtype: torch.dtype | str | None = None, device: str | torch.device | None = None
+    source: str | Path,
+    *,
+    dtype: torch.dtype | str | None = None,
+    device: str | torch.device | None = None,
+    check: Callable[[Any, Any], None] = lambda config, tokenizer: None,
 ) -> tuple[PreTrainedModel, Any]:
     """Load a causal language model and its tokenizer for inference.
 
     Args:
         source: a model id, a folder written by `save_pretrained`, or a `.gguf` file. A GGUF's weights are
-            dequantised and kept as safetensors in the user's cache folder, so that only the first load is slow.
+            dequantised and kept as safetensors in `cache_folder()`, so that only the first load is slow.
         dtype: of the weights, or its name among `DTYPES`; None or "" means float32 on a CPU, where it is fastest, and
             the model's own on a GPU.
         device: None means the first GPU if there is one.
+        check: called with configuration and tokenizer before the weights are read; what it raises ends the load.
 
     Returns:
         The model in evaluation mode, and its tokenizer.
 
     Raises:
         ValueError: there is no model at `source`, or no dtype of that name.
+        ModuleNotFoundError: `source` is a GGUF file, and the package gguf is not installed.
     """
     if isinstance(dtype, str) and dtype:
         if dtype not in DTYPES:
@@ -49,14 +60,35 @@ def load(
         raise ValueError(f"model: expected a folder with a config.json, got {source}")
     name = str(path) if path.exists() else str(source)
     kind = dtype or (torch.float32 if place.type == "cpu" else "auto")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+    with _read_from(source):
+        config, tokenizer = AutoConfig.from_pretrained(name), AutoTokenizer.from_pretrained(name)
+    check(config, tokenizer)
+    with _read_from(source), _no_bars():
         model = AutoModelForCausalLM.from_pretrained(name, dtype=kind)
+    return model.to(place).eval(), tokenizer
+
+
+@contextmanager
+def _read_from(source: str | Path) -> Iterator[None]:
+    """Errors of transformers in one form."""
+    try:
+        yield
     except (OSError, ValueError) as error:
         raise ValueError(
             f"model: expected a model id, a model folder or a .gguf file, got {source}: {reason_of(error)}"
         ) from error
-    return model.to(place).eval(), tokenizer
+
+
+@contextmanager
+def _no_bars() -> Iterator[None]:
+    """Keep transformers' bars, several for each model, off the terminal."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def convert_gguf(path: str | Path) -> Path:
@@ -64,18 +96,28 @@ def convert_gguf(path: str | Path) -> Path:
 
     Raises:
         ValueError: the file is no GGUF.
+        ModuleNotFoundError: the package gguf is not installed.
     """
     path = Path(path)
     with path.open("rb") as file:
         if file.read(len(GGUF_MAGIC)) != GGUF_MAGIC:
             raise ValueError(f"model: expected a .gguf file or a model folder, got the file {path}")
         file.seek(0)
+        if find_spec("gguf") is None:
+            raise ModuleNotFoundError(
+                "model: expected the package gguf, which reads .gguf files, to be installed (pip install gguf, or "
+                "decantkv's extra [gguf]), got none"
+            )
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     target = cache_folder() / f"{path.stem}-{digest[:16]}"
     target.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{target}.lock"):  # of several processes one converts, the others wait for its folder
         if not target.is_dir():
             _convert(path, target)
+            size = sum(file.stat().st_size for file in target.iterdir())
+            note(
+                f"wrote {size / 1e6:,.0f} MB of dequantised weights to {target}, once; DECANTKV_CACHE moves the folder"
+            )
     return target
 
 
@@ -83,7 +125,8 @@ def _convert(path: Path, target: Path) -> None:
     scratch = Path(tempfile.mkdtemp(dir=target.parent, prefix=".converting-"))
     try:
         where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
-        model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+        with _no_bars():
+            model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
         model.hf_quantizer = None  # it would refuse to save weights that are no longer quantised
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config

@@ -75,7 +75,7 @@ def plan(
     if length < 1 or new_tokens < 0:
         raise ValueError(f"length: expected at least one token and no negative answer, got {length} and {new_tokens}")
     text = config.get_text_config(decoder=True)
-    own = getattr(text, "dtype", None) or getattr(text, "torch_dtype", None)
+    own = getattr(text, "dtype", None)
     kind = dtype if dtype is not None else own if isinstance(own, torch.dtype) else torch.bfloat16
     parsed = Budget.parse(budget)
     n_keep = parsed.n_keep(length, count(fixed_spans(length, window=window, sinks=0, protect=())))
@@ -130,16 +130,20 @@ def weight_bytes(config: Any, dtype: torch.dtype) -> int:
 
 
 def read_config(source: str | Path) -> Any:
-    """The configuration of a model id, a model folder or a config.json.
+    """The configuration of a model id, a model folder, a config.json or a .gguf file.
 
     Raises:
         ValueError: there is none.
     """
+    path = Path(source)
     try:
+        if path.is_file() and path.suffix == ".gguf":
+            return AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
         return AutoConfig.from_pretrained(str(source))
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"model: expected a model id, a model folder or a config.json, got {source}: {reason_of(error)}"
+            f"model: expected a model id, a model folder, a config.json or a .gguf file, got {source}: "
+            f"{reason_of(error)}"
         ) from error
 
 

@@ -29,6 +29,11 @@ def write(text: str, *, end: str = "\n") -> None:
     sys.stdout.flush()
 
 
+def note(text: str) -> None:
+    """Write a line of text to standard error, above a spinner that turns there."""
+    sys.stderr.write(visible(text) + "\n")
+
+
 class Console(rich.Console):
     """A rich console on which only rich's own styles make escape sequences."""
 

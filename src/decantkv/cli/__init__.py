@@ -6,11 +6,12 @@ import functools
 import importlib
 import importlib.util
 import sys
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
 
+import decantkv
 from decantkv.terminal import Console
 
 app = typer.Typer(
@@ -18,10 +19,27 @@ app = typer.Typer(
     help="Keep the few cached tokens that matter: DropKV and its rivals for unmodified Hugging Face models.",
     epilog="Exit codes: 0 done, 1 a run that failed, 2 bad input, 130 interrupted.",
     no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"decantkv {decantkv.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
 
 # click's base of usage errors, which typer brings along from some version on and imports in others
 UsageProblem: Any = typer.BadParameter.__mro__[2]
@@ -63,10 +81,11 @@ def main(arguments: list[str] | None = None) -> None:
     except typer.Exit as stop:
         code = stop.exit_code
     except UsageProblem as error:
-        code = fail(error.format_message())
+        message = error.format_message()  # empty where help was printed, since there were no arguments
+        code = fail(message) if message else 0
     except (typer.Abort, KeyboardInterrupt):
         code = 130
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, ModuleNotFoundError) as error:
         code = fail(str(error))
     except Exception as error:
         code = fail(f"{_name(error)}: {error}", code=1)

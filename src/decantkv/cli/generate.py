@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from decantkv.cli import app
+from decantkv.context import check_context
 from decantkv.terminal import Console, write
 
 
@@ -21,12 +27,28 @@ def generate(
     question: Annotated[str, typer.Option(help="Asked after the text, inside the same prompt.")] = "",
     method: Annotated[str, typer.Option(help="A method, or method:preset; see `decantkv methods`.")] = "dropkv",
     budget: Annotated[str, typer.Option(help="What is kept: a fraction like 0.05, or a number of tokens.")] = "0.05",
-    allocation: Annotated[str, typer.Option(help="How a layer's budget is spread over its heads.")] = "uniform",
+    allocation: Annotated[
+        str | None, typer.Option(help="How a layer's budget is spread over its heads; default: the method's own.")
+    ] = None,
     sinks: Annotated[int | None, typer.Option(help="First tokens always kept; default: the method's own.")] = None,
     protect: Annotated[list[str] | None, typer.Option(help="A span always kept, START:STOP; repeatable.")] = None,
     option: Annotated[list[str] | None, typer.Option(help="A method's own option, NAME=VALUE; repeatable.")] = None,
+    prefill_chunk: Annotated[
+        int | None, typer.Option(help="Read the prompt this many tokens at a time; the same tokens are kept.")
+    ] = None,
+    max_kv_tokens: Annotated[
+        int | None, typer.Option(help="Most tokens a head stores between chunks; needs --prefill-chunk.")
+    ] = None,
+    every: Annotated[int | None, typer.Option(help="Evict again after every so many tokens of the answer.")] = None,
     impl: Annotated[str, typer.Option(help="auto, reference, torch or triton.")] = "auto",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 64,
+    compare: Annotated[bool, typer.Option("--compare", help="Answer with the full cache as well.")] = False,
+    save: Annotated[
+        Path | None, typer.Option(help="Write the evicted cache of prompt and answer, for EvictingCache.load.")
+    ] = None,
+    beyond_context: Annotated[
+        bool, typer.Option("--beyond-context", help="Allow prompts beyond the model's context.")
+    ] = False,
     raw: Annotated[bool, typer.Option("--raw", help="Do not use the model's chat template.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -34,6 +56,8 @@ def generate(
     from decantkv.settings import Settings  # torch loads only for commands that need it
 
     text = read_prompt(prompt_file, question)
+    if save is not None and not save.parent.is_dir():
+        raise ValueError(f"save: expected a file in an existing folder, got {save}")
     spans = [parse_span(span) for span in protect or ()]
     options = dict(parse_option(pair) for pair in option or ())
     settings = Settings.parse(
@@ -45,49 +69,176 @@ def generate(
         impl=impl,  # type: ignore[arg-type]  # checked by Settings.parse
         **options,
     )
-    answer, report, seconds = run(model, text, settings, max_new_tokens=max_new_tokens, raw=raw)
+    bounds = {"prefill_chunk": prefill_chunk, "max_kv_tokens": max_kv_tokens, "every": every}
+    check_bounds(settings, bounds)
+    loaded = read(model, text, settings, max_new_tokens=max_new_tokens, raw=raw, beyond=beyond_context)
+    stream = not as_json and sys.stdout.isatty()
+    answer = run(loaded, settings, bounds, max_new_tokens=max_new_tokens, stream=stream, save=save)
+    full = run(loaded, None, {}, max_new_tokens=max_new_tokens, stream=False) if compare else None
     if as_json:
-        print(json.dumps({"answer": answer, "seconds": seconds, "report": json.loads(report.to_json())}))
+        shown = {"answer": answer.text, "seconds": answer.seconds, "report": json.loads(answer.report.to_json())}
+        print(json.dumps(shown | ({} if full is None else {"full_answer": full.text, "full_seconds": full.seconds})))
         return
-    write(answer)
-    Console(stderr=True, highlight=False).print(f"[dim]{escape(str(report))}\n{seconds:.1f} s in all[/]")
+    if not stream:
+        write(answer.text)
+    tell(answer, full, save)
 
 
-def run(model_name: str, text: str, settings: Any, *, max_new_tokens: int, raw: bool) -> tuple[str, Any, float]:
-    """Load, generate, and return the answer, the report and the seconds that generation took."""
-    import torch
-    from transformers.utils.logging import disable_progress_bar
+@dataclass(frozen=True)
+class Loaded:
+    """A model and the prompt it is going to read."""
 
-    from decantkv.integration import attach
+    model: Any
+    tokenizer: Any
+    inputs: Any
+
+    @property
+    def length(self) -> int:
+        """Tokens of the prompt."""
+        return int(self.inputs["input_ids"].shape[1])
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What was generated, in which time; the report is None of a full cache."""
+
+    text: str
+    seconds: float
+    report: Any
+
+
+def check_bounds(settings: Any, bounds: dict[str, int | None]) -> None:
+    """Raise where `attach` would refuse the bounds, before a model is loaded."""
+    from decantkv.bounded import Bounds
+
+    Bounds(**bounds).check(settings)  # type: ignore[arg-type]  # checked by it
+
+
+def read(model_name: str, text: str, settings: Any, *, max_new_tokens: int, raw: bool, beyond: bool = False) -> Loaded:
+    """Load a model and encode its prompt, which is checked before the weights are read.
+
+    Raises:
+        ValueError: no model, no tokens, a span outside the prompt, or a prompt beyond the model's context.
+    """
     from decantkv.models import chat_prompt, load
 
-    disable_progress_bar()  # one of ours is enough
-    console = Console(stderr=True)
-    with console.status(f"loading {escape(model_name)}"):
-        model, tokenizer = load(model_name)
-    prompt, templated = (text, False) if raw else chat_prompt(tokenizer, text)
-    inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=not templated).to(model.device)
-    length = inputs["input_ids"].shape[1]
-    if length == 0:
-        raise ValueError("prompt-file: expected text, got nothing that makes a token")
-    settings.n_keep([length])  # a span outside the prompt is refused before the work
+    encoded: Any = None
+
+    def check(config: Any, tokenizer: Any) -> None:
+        nonlocal encoded
+        prompt, templated = (text, False) if raw else chat_prompt(tokenizer, text)
+        encoded = tokenizer(prompt, return_tensors="pt", add_special_tokens=not templated)
+        length = encoded["input_ids"].shape[1]
+        if length == 0:
+            raise ValueError("prompt-file: expected text, got nothing that makes a token")
+        settings.n_keep([length])
+        check_context(config, length + max_new_tokens - 1, "prompt-file", beyond=beyond)
+
+    with Console(stderr=True).status(f"loading {escape(model_name)}"):
+        model, tokenizer = load(model_name, check=check)
+    return Loaded(model, tokenizer, encoded.to(model.device))
+
+
+def run(
+    loaded: Loaded,
+    settings: Any,
+    bounds: dict[str, int | None],
+    *,
+    max_new_tokens: int,
+    stream: bool,
+    save: Path | None = None,
+) -> Answer:
+    """Generate an answer, by a full cache where there are no settings."""
+    import torch
+
+    from decantkv.integration import attach
+
     start = time.perf_counter()
-    with (
-        console.status(f"reading {length:,} tokens"),
-        torch.no_grad(),
-        attach(
-            model,
-            settings.method,
-            budget=settings.budget,
-            allocation=settings.allocation,
-            sinks=settings.sinks,
-            protect=settings.protect,
-            impl=settings.impl,
-        ) as attached,
-    ):
-        output = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
-    answer = tokenizer.decode(output[0, length:], skip_special_tokens=True).strip()
-    return answer, attached.report(), time.perf_counter() - start
+    what = "full cache: reading" if settings is None else "reading"
+    attached = settings and attach(
+        loaded.model,
+        settings.method,
+        budget=settings.budget,
+        allocation=settings.allocation,
+        sinks=settings.sinks,
+        protect=settings.protect,
+        impl=settings.impl,
+        **bounds,  # type: ignore[arg-type]  # whole numbers, checked by it
+    )
+    with torch.no_grad(), attached or nullcontext(), reading(loaded, what):
+        output = loaded.model.generate(
+            **loaded.inputs,
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            return_dict_in_generate=True,
+            streamer=streamer(loaded.tokenizer) if stream else None,
+        )
+    if save is not None:
+        cache = output["cache"] if "cache" in output else output["past_key_values"]
+        cache.save(save, prompt=loaded.inputs["input_ids"])
+    text = loaded.tokenizer.decode(output.sequences[0, loaded.length :], skip_special_tokens=True).strip()
+    return Answer(text, time.perf_counter() - start, attached and attached.report())
+
+
+def streamer(tokenizer: Any) -> Any:
+    """Return a streamer that writes the answer to standard output while it is made."""
+    from transformers import TextStreamer
+
+    class Writing(TextStreamer):  # type: ignore[misc]  # transformers' classes are untyped
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            write(text, end="\n" if stream_end else "")
+
+    return Writing(tokenizer, skip_prompt=True, skip_special_tokens=True)
+
+
+@contextmanager
+def reading(loaded: Loaded, what: str) -> Iterator[None]:
+    """Show on the terminal how much of the prompt was read; all traces go with its last token."""
+    layers = stack(loaded.model)
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(f"{what} {loaded.length:,} tokens", total=len(layers) * loaded.length or None)
+        handles: list[Any] = []
+
+        def ended() -> None:
+            while handles:
+                handles.pop().remove()  # steps with hooks are not recorded as graphs
+            bar.stop()
+
+        def step(module: Any, args: Any, output: Any) -> None:
+            hidden = output[0] if isinstance(output, tuple) else output
+            bar.advance(task, hidden.shape[1])
+            if bar.tasks[task].finished:
+                ended()
+
+        handles += [layer.register_forward_hook(step) for layer in layers]
+        try:
+            yield
+        finally:
+            ended()
+
+
+def stack(model: Any) -> list[Any]:
+    """Return the decoder's layers; none where the model's layout is not the usual one."""
+    from torch.nn import ModuleList
+
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    found = [m for m in model.get_decoder().modules() if isinstance(m, ModuleList) and len(m) == count]
+    return list(found[0]) if found else []
+
+
+def tell(answer: Answer, full: Answer | None, save: Path | None) -> None:
+    """Print what stands beside the answer: the full cache's own, the report, the file."""
+    if full is not None:
+        same = "the same answer" if full.text == answer.text else "another answer"
+        write(f"\nfull cache, {same}:\n{full.text}")
+    console = Console(stderr=True, highlight=False)
+    times = f"{answer.seconds:.1f} s in all" + ("" if full is None else f", {full.seconds:.1f} s with the full cache")
+    console.print(f"[dim]{escape(str(answer.report))}\n{times}[/]")
+    if save is not None:
+        size = save.stat().st_size / 1e6
+        console.print(f"wrote {size:,.1f} MB to {save}; EvictingCache.load(path, model) reads it", markup=False)
 
 
 def read_prompt(path: Path, question: str) -> str:

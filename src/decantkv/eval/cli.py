@@ -57,6 +57,9 @@ def run(
     """Run a suite; rows go to --out, the table to the terminal."""
     if context.invoked_subcommand is not None:
         return
+    if not (model or suite or preset or out):
+        typer.echo(context.get_help())
+        return
     chosen = _filled(preset, suite=suite, length=length, method=method, budget=budget, regime=regime, samples=samples)
     if not model:
         raise ValueError("model: expected a model id, a model folder or a .gguf file (--model)")

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from decantkv import models
 from decantkv.circumstances import commit, device_name, versions
+from decantkv.context import check_context, context_limit
 from decantkv.eval import fingerprints, niah, probes, ruler
 from decantkv.eval.chat import ChatFormat
 from decantkv.eval.engine.policy import describe
@@ -154,12 +155,13 @@ class Session:
         return Opened(runner, prompts, store)
 
     def _check_context(self, model: PreTrainedModel) -> None:
-        limit = int(model.config.get_text_config(decoder=True).max_position_embeddings * self.yarn)
-        if (longest := max(self.lengths, default=0)) > limit:
-            message = f"length: expected at most the model's {limit} tokens, got {longest}"
-            if not self.beyond_context:
-                raise ValueError(f"{message}; --beyond-context measures it nevertheless, --yarn stretches the context")
+        limit, longest = context_limit(model.config), max(self.lengths, default=0)
+        if limit is not None and longest > limit and self.beyond_context:
+            message = f"length: expected at most the model's {limit:,} tokens, got {longest:,}"
             warnings.warn(message, stacklevel=2)
+        check_context(
+            model.config, longest, "length", beyond=self.beyond_context, way_out=", --yarn stretches the context"
+        )
 
     def texts(self) -> ruler.Sources:
         """The suite's files, read before the model is loaded, so that a broken one costs no time."""

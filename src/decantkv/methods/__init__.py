@@ -81,7 +81,7 @@ def resolve(method: str | Method, **options: Any) -> Method:
         raise TypeError(f"method: expected a name or a Method instance, got {method!r}")
     name, _, preset = method.partition(":")
     if name not in METHODS:
-        close = difflib.get_close_matches(name, METHODS, n=1)
+        close = difflib.get_close_matches(name.lower(), METHODS, n=1)
         hint = f" (did you mean {close[0]!r}?)" if close else ""
         raise ValueError(f"method: expected one of {', '.join(sorted(METHODS))}, got {name!r}{hint}")
     cls = METHODS[name]

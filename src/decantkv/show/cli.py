@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
+from decantkv.context import check_context
 from decantkv.terminal import Console
 
 
@@ -23,6 +24,9 @@ def show(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 48,
     raw: Annotated[bool, typer.Option("--raw", help="Do not use the model's chat template.")] = False,
     out: Annotated[Path, typer.Option(help="The page.")] = Path("decantkv.html"),
+    beyond_context: Annotated[
+        bool, typer.Option("--beyond-context", help="Allow prompts beyond the model's context.")
+    ] = False,
     name: Annotated[str, typer.Option(help="What to call the model; default: its id or its file's name.")] = "",
 ) -> None:
     """Write one self-contained page: the prompt inked by what was kept, and what the answer would have missed."""
@@ -44,10 +48,21 @@ def show(
         )
         for chosen in method or ["dropkv"]
     ]
+    if not out.parent.is_dir():
+        raise ValueError(f"out: expected a file in an existing folder, got {out}")
+    made: list[Any] = []
+
+    def check(config: Any, tokenizer: Any) -> None:
+        ids, pieces = prompt_pieces(tokenizer, text, raw=raw)
+        for chosen in settings:
+            chosen.n_keep([ids.shape[1]])
+        check_context(config, ids.shape[1] + max_new_tokens - 1, "prompt-file", beyond=beyond_context)
+        made.extend((ids, pieces))
+
     console = Console(stderr=True, highlight=False)
     with console.status(f"loading {escape(model)}") as status:
-        loaded, tokenizer = load(model)
-        ids, pieces = prompt_pieces(tokenizer, text, raw=raw)
+        loaded, tokenizer = load(model, check=check)
+        ids, pieces = made
         view = collect(
             loaded,
             tokenizer,
