@@ -37,14 +37,24 @@ def plain_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, seen
     s = s.masked_fill(~seen.repeat_interleave(query.shape[1] // seen.shape[1], 1), -torch.inf)
     if kw.get("s_aux") is not None:
         sink = kw["s_aux"].view(1, -1, 1, 1).expand(*s.shape[:3], 1)
-        return (torch.cat([s, sink], -1).softmax(-1)[..., :-1] @ value).transpose(1, 2)
-    return (s.softmax(-1) @ value).transpose(1, 2)
+        return (torch.cat([s, sink], -1).softmax(-1)[..., :-1] @ value).transpose(1, 2).contiguous()
+    return (s.softmax(-1) @ value).transpose(1, 2).contiguous()
+
+
+def model_sees(module: Any, mask: Any, new: int, key: Tensor, kw: dict[str, Any]) -> Tensor:
+    """[B or 1, 1, new, N] bool: what the model's own mask shows the new tokens of a full cache."""
+    if isinstance(mask, Tensor) and mask.dim() == 4:
+        return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    rows = torch.ones(1, 1, new, key.shape[2], dtype=torch.bool, device=key.device)
+    causal = kw.get("is_causal")
+    causal = getattr(module, "is_causal", True) if causal is None else causal
+    return rows.tril(key.shape[2] - new) if causal else rows
 
 
 @contextmanager
 def hiding(model: PreTrainedModel, kept: dict[int, Tensor]) -> Iterator[None]:
     """While open, tokens after the prompt cannot see what is not in `kept`."""
-    backend = model.config._attn_implementation
+    backend = model.config.get_text_config(decoder=True)._attn_implementation
     interface = modeling_utils.ALL_ATTENTION_FUNCTIONS
     homes: list[tuple[Any, str]] = []
     if backend == "eager":
@@ -54,30 +64,35 @@ def hiding(model: PreTrainedModel, kept: dict[int, Tensor]) -> Iterator[None]:
     else:
         homes = [(interface._global_mapping, backend)]
     before = [home[name] for home, name in homes]
+    filled: list[int] = []  # the cache layer that an attention call reads: some models run one module for several
+
+    def update(cache: DynamicCache, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kw: Any) -> Any:
+        filled[:] = [layer_idx]
+        return fill(cache, keys, values, layer_idx, *args, **kw)
 
     def wrap(original: Any) -> Any:
         def attention(
-            module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any = None, *args: Any, **kw: Any
+            module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, *args: Any, **kw: Any
         ) -> Any:
-            layer = getattr(module, "layer_idx", None)
+            layer = filled[0] if filled else None
             new = query.shape[2]
             if layer not in kept or key.shape[2] <= kept[layer].shape[2] or kw.get("sliding_window"):
-                return original(module, query, key, value, mask, *args, **kw)
-            length = kept[layer].shape[2]
-            later = torch.ones(new, key.shape[2] - length, dtype=torch.bool, device=key.device)
-            later = later.tril(key.shape[2] - length - new)
+                return original(module, query, key, value, attention_mask, *args, **kw)
             hidden = kept[layer].expand(query.shape[0], -1, -1)
             hidden = hidden if key.shape[1] % hidden.shape[1] == 0 else hidden[:, :1]
-            seen = torch.cat([hidden[:, :, None].expand(-1, -1, new, -1), later.expand(*hidden.shape[:2], -1, -1)], -1)
+            later = hidden.new_ones(*hidden.shape[:2], key.shape[2] - hidden.shape[2])
+            seen = torch.cat([hidden, later], -1)[:, :, None] & model_sees(module, attention_mask, new, key, kw)
             return plain_attention(module, query, key, value, seen, kw), None
 
         return attention
 
     for home, name in homes:
         home[name] = wrap(home[name])
+    fill, DynamicCache.update = DynamicCache.update, update
     try:
         yield
     finally:
+        DynamicCache.update = fill
         for (home, name), original in zip(homes, before, strict=True):
             home[name] = original
 

@@ -1,0 +1,1 @@
+"""Every causal architecture of transformers, tiny and random, against the judge; `make sweep`."""
