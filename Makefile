@@ -14,14 +14,20 @@ MODEL_SHA256 := b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
 # two workers share two cores: one thread each, or they wait for one another
 PYTEST := OMP_NUM_THREADS=1 DECANTKV_CACHE=$(CACHE) DECANTKV_TEST_MODEL=$(MODEL) $(BIN)/python -m pytest
 
-.PHONY: demo test lint test-gpu test-oldest test-matrix test-kvpress test-vllm model clean
+# which quarter of the architectures this day's tests sweep; `make test SWEEP_QUARTER=2` repeats one
+SWEEP_QUARTER ?= $(shell expr $$(date -u +%j) % 4)
+
+.PHONY: demo test sweep lint test-gpu test-oldest test-matrix test-kvpress test-vllm model clean
 
 demo: $(VENV)/.demo $(MODEL)  ## ask for a planted fact with 100 % and with 10 % of the cache
 	DECANTKV_CACHE=$(CACHE) $(BIN)/python demo/demo.py $(MODEL)
 
 test: $(VENV)/.dev $(MODEL) lint  ## everything that needs no GPU
 	TRITON_INTERPRET=1 $(PYTEST) -n 2 -m interpreter
-	$(PYTEST) -n 2 -m "not gpu and not interpreter"
+	DECANTKV_SWEEP_QUARTER=$(SWEEP_QUARTER) $(PYTEST) -n 2 -m "not gpu and not interpreter"
+
+sweep: $(VENV)/.dev  ## every architecture of transformers in ten settings: results/matrix/sweep.jsonl, about ten minutes
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.sweep
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -14,7 +14,7 @@ from decantkv.cache import cache_argument, deferred
 from decantkv.evicting import EvictingLayer
 from decantkv.observation import ObservingCache
 from tests import tiny
-from tests.families import at_least
+from tests.families import at_least, build
 from tests.judge import hiding, kept_masks, logits_with
 
 CAP = {"prefill_chunk": 24, "max_kv_tokens": 40}
@@ -381,3 +381,13 @@ def test_chunks_are_put_together_in_a_buffer_that_doubles(monkeypatch):
     assert sum(copied) < 2 * 960 * 2 * len(cache.layers)  # keys and values; chunk by chunk it would be 19 prompts
     assert all(layer.chunks is None for layer in cache.layers)
     assert cache.nbytes() == 3 * 2 * 2 * 192 * 8 * 4  # layers, K and V, heads, kept, head_dim, bytes
+
+
+@pytest.mark.skipif(not at_least("5.17"), reason="stored the heads that were made from a latent")
+def test_answers_are_not_evicted_where_attention_makes_its_heads_from_what_is_cached():
+    """A round scores what is stored, and would score latents as if they were keys."""
+    model = build("deepseek_v3", "sdpa")
+    cache = decantkv.EvictingCache(model, budget=20, every=4)
+    with pytest.raises(ValueError, match="every: expected a model that attends to the heads it caches"):
+        logits_with(model, cache, {"input_ids": tiny.prompt(60)}, [])
+    assert cache.get_seq_length() == 0, "refused before anything was stored"

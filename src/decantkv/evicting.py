@@ -63,6 +63,8 @@ class EvictingLayer(PromptLayer):
     def keep(self, call: AttentionCall, seen: PromptMask, rows: int) -> None:
         """Score, select, compact; a prompt within its budget is kept whole."""
         keys, values = self._prompt()
+        if self.bounds.every is not None:
+            self._expect_stored_heads(call, "every")
         held = seen.lengths if seen.lengths is not None else (keys.shape[2],) * keys.shape[0]
         lengths = held if self.trail is None else self.trail.seen
         counts = [min(n, most) for n, most in zip(self.settings.n_keep(lengths), held, strict=True)]
@@ -100,6 +102,14 @@ class EvictingLayer(PromptLayer):
             raise ValueError(
                 f"input_ids: expected prompts that keep equally many tokens with {call.attention_class}, {why}, "
                 "got rows of unequal length"
+            )
+
+    def _expect_stored_heads(self, call: AttentionCall, option: str) -> None:
+        """Raise ValueError where the attention reads other heads than those stored: no round can score by them."""
+        if call.key.shape[1] != self._prompt()[0].shape[1]:
+            raise ValueError(
+                f"{option}: expected a model that attends to the heads it caches, got {call.attention_class}, which "
+                "makes its heads from what it caches"
             )
 
     def record(self, lengths: Sequence[int], counts: Tensor, bytes_before: int) -> None:
@@ -252,11 +262,7 @@ class EvictingLayer(PromptLayer):
         if self.waiting is None:
             return
         (call, chunk), (keys, values) = self.waiting, self._prompt()
-        if call.key.shape[1] != keys.shape[1]:
-            raise ValueError(
-                f"max_kv_tokens: expected a model that attends to the heads it caches, got {call.attention_class}, "
-                "which caches latents"
-            )
+        self._expect_stored_heads(call, "max_kv_tokens")
         batch, heads, kv_len = keys.shape[:3]
         held = self.held if self.own_chunks and self.held is not None else self._held(call)
         trail = self.trail or Trail.start(batch, heads, keys.device)

@@ -4,16 +4,27 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import BertConfig, EncoderDecoderConfig, SpeechEncoderDecoderConfig, VisionEncoderDecoderConfig
-from transformers import ViTConfig, Wav2Vec2Config
+from transformers import (
+    BertConfig,
+    EncoderDecoderConfig,
+    SpeechEncoderDecoderConfig,
+    VisionEncoderDecoderConfig,
+    ViTConfig,
+    Wav2Vec2Config,
+)
 
 MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}}
+THREE_POSITIONS = [
+    f"{name}ForConditionalGeneration"
+    for name in ("Qwen2VL", "Qwen2_5_VL", "Qwen2_5OmniThinker", "PaddleOCRVL", "Glm46V", "Glm4v", "GlmOcr")
+]
 LINEAR_AND_FULL = ["linear_attention", "full_attention", "full_attention"]
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_chunk_size": 16}
 HALF_ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
 INDEXER = {
-    "indexer_budget": 16, "indexer_compress_ratio": 4, "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 16
-}  # fmt: skip
+    **{"indexer_budget": 16, "indexer_compress_ratio": 4},
+    **{"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 16},
+}
 GEMMA4 = {"global_head_dim": 16, "hidden_size_per_layer_input": 0}
 SLIDING_AND_FULL = ["sliding_attention", "full_attention", "full_attention"]
 
@@ -48,14 +59,15 @@ QUIRKS: dict[str, dict[str, Any]] = {
     "JambaForCausalLM": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention", "full_attention"]},
     "Mamba2ForCausalLM": {"num_heads": 8, "head_dim": 16, "chunk_size": 16},
-    **dict.fromkeys(("MistralForCausalLM", "MoshiForCausalLM"), {"sliding_window": None}),
+    "MistralForCausalLM": {"sliding_window": None},
+    "MoshiForCausalLM": {"sliding_window": 512},
     "MinistralForCausalLM": {"layer_types": SLIDING_AND_FULL},
     "Idefics2ForConditionalGeneration": {"text_config": {"sliding_window": None}},
     "MusicgenForCausalLM": {"num_codebooks": 1},
     "MusicgenMelodyForCausalLM": {"num_codebooks": 1},
     "Molmo2ForConditionalGeneration": {"adapter_config": {"vision_feature_layer": [1, 0]}},
-    "Qwen4ExpForCausalLM": {**INDEXER},
-    "Qwen4ExpForConditionalGeneration": {"text_config": {**INDEXER}},
+    "Qwen4ExpForCausalLM": INDEXER,
+    "Qwen4ExpForConditionalGeneration": {"text_config": INDEXER},
     "ChameleonForConditionalGeneration": {"vocabulary_map": {"<image>": 200}},
     "Emu3ForConditionalGeneration": {"vocabulary_map": {"<image>": 200, "<|extra_200|>": 201}},
     "Ernie4_5_VLMoeForConditionalGeneration": {
@@ -73,12 +85,7 @@ QUIRKS: dict[str, dict[str, Any]] = {
         "layers_block_type": ["linear_attention", "hybrid", "hybrid"], "attention_head_dim": 32,
         "attention_hidden_size": 128, "use_mamba_kernels": False,
     },
-    **dict.fromkeys(("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"), {"text_config": MROPE}),
-    **dict.fromkeys(("Qwen2_5OmniThinkerForConditionalGeneration",), {"text_config": MROPE}),
-    **dict.fromkeys(("PaddleOCRVLForConditionalGeneration",), {"text_config": MROPE}),
-    "Glm46VForConditionalGeneration": {"text_config": MROPE},
-    "Glm4vForConditionalGeneration": {"text_config": MROPE},
-    "GlmOcrForConditionalGeneration": {"text_config": MROPE},
+    **{name: {"text_config": MROPE} for name in THREE_POSITIONS},
     "Glm4vMoeForConditionalGeneration": {"text_config": {"rope_parameters": HALF_ROPE}},
 }  # fmt: skip
 

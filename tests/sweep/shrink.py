@@ -9,41 +9,34 @@ LAYERS = 3
 HEADS = 4
 SPECIAL_FROM = 200
 
-SIZES: dict[str, int] = {
-    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "embed_dim", "model_dim", "dim", "n_embed", "width"), 64),
-    **dict.fromkeys(("projection_dim", "output_dim", "text_hidden_size", "out_hidden_size", "encoder_hidden_size"), 64),
-    **dict.fromkeys(("word_embed_proj_dim", "embedding_size", "mm_hidden_size", "hidden_dim", "output_hidden_size"), 64),
-    **dict.fromkeys(("encoder_embed_dim", "decoder_embed_dim", "adapter_hidden_size", "n_state", "audio_hidden_size"), 64),
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "n_inner", "d_ff"), 96),
-    **dict.fromkeys(("ffn_hidden_size", "dense_intermediate_size", "intermediate_size_mlp", "projector_hidden_size"), 96),
-    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"), 32),
-    **dict.fromkeys(("shared_intermediate_size", "moe_shared_expert_intermediate_size", "mlp_hidden_size"), 32),
-    **dict.fromkeys(("head_dim", "attention_head_dim", "kv_channels", "d_kv", "global_head_dim", "swa_head_dim"), 16),
-    **dict.fromkeys(("v_head_dim", "swa_v_head_dim"), 16),
-    **dict.fromkeys(("kv_lora_rank", "o_lora_rank"), 16),
-    "q_lora_rank": 24,
-    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "rotary_dim"), 8),
-    "qk_head_dim": 16,
-    **dict.fromkeys(("vocab_size", "text_vocab_size", "vocab_size_per_layer_input"), VOCABULARY),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_target_positions"), 512),
-    **dict.fromkeys(("max_source_positions", "max_sequence_length"), 512),
-    **dict.fromkeys(("sliding_window", "attention_chunk_size", "local_attention", "window_size"), 32),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts"), 4),
-    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k"), 4),
-    **dict.fromkeys(("num_group", "n_expert_groups"), 1),
-    **dict.fromkeys(("n_group", "topk_group", "n_groups", "first_k_dense_replace", "num_dense_layers"), 1),
-    **dict.fromkeys(("index_n_heads", "index_head_dim"), 16),
-    "index_topk": 16,
-    **dict.fromkeys(("image_size", "img_size"), 32),
-    **dict.fromkeys(("patch_size", "temporal_patch_size"), 8),
-    **dict.fromkeys(("num_mel_bins", "n_mels", "feature_size"), 16),
-    **dict.fromkeys(("hidden_size_per_layer_input", "laurel_rank"), 8),
-    **dict.fromkeys(("mamba_d_state", "ssm_state_size", "state_size"), 16),
-    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"), 16),
-    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "linear_num_heads"), 4),
-    "num_nextn_predict_layers": 0,
-    "num_codebooks": 2,
+SIZES: dict[int, str] = {
+    64: """hidden_size d_model n_embd embed_dim model_dim dim n_embed width projection_dim output_dim text_hidden_size
+        out_hidden_size encoder_hidden_size word_embed_proj_dim embedding_size mm_hidden_size hidden_dim
+        output_hidden_size encoder_embed_dim decoder_embed_dim adapter_hidden_size n_state audio_hidden_size""",
+    96: """intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim n_inner d_ff ffn_hidden_size
+        dense_intermediate_size intermediate_size_mlp projector_hidden_size""",
+    32: """moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size shared_intermediate_size
+        moe_shared_expert_intermediate_size mlp_hidden_size image_size img_size
+        sliding_window attention_chunk_size local_attention window_size""",
+    24: "q_lora_rank",
+    20: "kv_lora_rank o_lora_rank",  # no head's width, so that latents are never taken for keys
+    16: """head_dim attention_head_dim kv_channels d_kv global_head_dim swa_head_dim v_head_dim swa_v_head_dim
+        qk_head_dim index_n_heads index_head_dim index_topk num_mel_bins n_mels feature_size mamba_d_state
+        ssm_state_size state_size linear_key_head_dim linear_value_head_dim linear_head_dim""",
+    8: """qk_rope_head_dim qk_nope_head_dim rotary_dim hidden_size_per_layer_input laurel_rank patch_size
+        temporal_patch_size""",
+    # all experts are active: a choice among them turns on the last digits
+    4: """num_experts num_local_experts n_routed_experts moe_num_experts num_routed_experts num_experts_per_tok
+        num_experts_per_token top_k_experts moe_topk moe_k linear_num_key_heads linear_num_value_heads
+        linear_num_heads""",
+    2: "num_codebooks",
+    1: "n_group topk_group n_groups num_group n_expert_groups first_k_dense_replace num_dense_layers",
+    0: "num_nextn_predict_layers",
+    512: """max_position_embeddings n_positions n_ctx max_seq_len max_target_positions max_source_positions
+        max_sequence_length""",
+    VOCABULARY: "vocab_size text_vocab_size vocab_size_per_layer_input",
 }
+SMALL = {name: size for size, fields in SIZES.items() for name in fields.split()}
 LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "decoder_layers", "depth")
 LAYER_COUNTS += ("num_encoder_layers", "num_decoder_layers", "n_head_layers")
 HEAD_COUNTS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "encoder_attention_heads")
@@ -62,7 +55,9 @@ def shrink(config: dict[str, Any], quirks: dict[str, Any], text: bool = True) ->
             continue
         if isinstance(value, dict) and (name.endswith("_config") or "model_type" in value):
             small[name] = shrink(value, {}, text and not any(word in name for word in NOT_TEXT))
-        elif name.endswith(("_token_id", "_token_index", "_token_ids")) or name.endswith("_id") and isinstance(value, int):
+        elif name.endswith(("_token_id", "_token_index", "_token_ids")) or (
+            name.endswith("_id") and isinstance(value, int)
+        ):
             small[name] = _token(name, value, specials)
         elif isinstance(value, int) and not isinstance(value, bool):
             small[name] = _number(name, value, heads, text)
@@ -81,7 +76,11 @@ def shrink(config: dict[str, Any], quirks: dict[str, Any], text: bool = True) ->
 
 def merged(config: dict[str, Any], quirks: dict[str, Any]) -> dict[str, Any]:
     """The configuration with the quirks' values, inside its parts too."""
-    inner = {name: merged(config[name], value) for name, value in quirks.items() if isinstance(value, dict) and config.get(name)}
+    inner = {
+        name: merged(config[name], value)
+        for name, value in quirks.items()
+        if isinstance(value, dict) and config.get(name)
+    }
     return {**config, **quirks, **inner}
 
 
@@ -100,7 +99,7 @@ def _number(name: str, value: int, heads: int | None, text: bool) -> int:
         return HEADS
     if name in KV_COUNTS:
         return HEADS if value == heads else 1 if value == 1 else 2
-    return min(value, SIZES[name]) if name in SIZES else value
+    return min(value, SMALL.get(name, value))
 
 
 def _per_layer(name: str, value: list[Any], config: dict[str, Any]) -> bool:
