@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -21,6 +20,7 @@ from decantkv.options import reason_of
 from decantkv.terminal import note
 
 GGUF_MAGIC = b"GGUF"
+CONVERSION = 2  # of converted folders: the first one's may hold weights drawn at random
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -60,23 +60,13 @@ def load(
         raise ValueError(f"model: expected a folder with a config.json, got {source}")
     name = str(path) if path.exists() else str(source)
     kind = dtype or (torch.float32 if place.type == "cpu" else "auto")
-    with _read_from(source):
+    expected = f"expected a model id, a model folder or a .gguf file, got {source}"
+    with _one_line(expected):
         config, tokenizer = AutoConfig.from_pretrained(name), AutoTokenizer.from_pretrained(name)
     check(config, tokenizer)
-    with _read_from(source), _no_bars():
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=kind)
+    with _one_line(expected), _no_bars():
+        model = _whole(source, pretrained_model_name_or_path=name, dtype=kind)
     return model.to(place).eval(), tokenizer
-
-
-@contextmanager
-def _read_from(source: str | Path) -> Iterator[None]:
-    """Errors of transformers in one form."""
-    try:
-        yield
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"model: expected a model id, a model folder or a .gguf file, got {source}: {reason_of(error)}"
-        ) from error
 
 
 @contextmanager
@@ -89,6 +79,42 @@ def _no_bars() -> Iterator[None]:
     finally:
         if shown:
             logging.enable_progress_bar()
+
+
+@contextmanager
+def _one_line(expected: str) -> Iterator[None]:
+    """Turn whatever a file that others made raises while it is read into one line; packages and memory apart."""
+    try:
+        yield
+    except (ImportError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        if isinstance(error, ValueError) and str(error).startswith("model: expected"):
+            raise
+        raise ValueError(f"model: {expected}: {reason_of(error)}") from error
+
+
+def _whole(source: str | Path, **arguments: Any) -> PreTrainedModel:
+    """The model that `from_pretrained` makes, if each of its weights was read and each that was read is its own.
+
+    Raises:
+        ValueError: weights are missing, left over or of another shape; transformers would draw them at random.
+    """
+    model, found = AutoModelForCausalLM.from_pretrained(**arguments, output_loading_info=True)
+    for key, reason in (
+        ("missing_keys", "lack"),
+        ("mismatched_keys", "have in another shape"),
+        ("unexpected_keys", "have beside the model's"),
+        ("error_msgs", "could not convert"),
+    ):
+        if names := sorted({str(name[0] if isinstance(name, tuple) else name) for name in found.get(key) or ()}):
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise ValueError(
+                f"model: expected a checkpoint with every weight of a {type(model).__name__} and no other, got "
+                f"{source}, whose files {reason} {', '.join(names[:3])}{more}"
+            )
+    loaded: PreTrainedModel = model
+    return loaded
 
 
 def convert_gguf(path: str | Path) -> Path:
@@ -109,24 +135,55 @@ def convert_gguf(path: str | Path) -> Path:
                 "decantkv's extra [gguf]), got none"
             )
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    target = cache_folder() / f"{path.stem}-{digest[:16]}"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{target}.lock"):  # of several processes one converts, the others wait for its folder
-        if not target.is_dir():
-            _convert(path, target)
-            size = sum(file.stat().st_size for file in target.iterdir())
-            note(
-                f"wrote {size / 1e6:,.0f} MB of dequantised weights to {target}, once; DECANTKV_CACHE moves the folder"
-            )
+    target = cache_folder() / f"{path.stem}-{digest[:16]}-{CONVERSION}"
+    if target.is_dir():
+        return target
+    with _one_line(f"expected a whole .gguf file, got {path}"):
+        _check_size(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(target.parent / ".lock"):  # of several processes one converts, the others wait for its folder
+            if not target.is_dir():
+                _convert(path, target)
+                size = sum(file.stat().st_size for file in target.iterdir())
+                note(
+                    f"wrote {size / 1e6:,.0f} MB of dequantised weights to {target}, once; DECANTKV_CACHE moves the "
+                    "folder"
+                )
     return target
 
 
+def _check_size(path: Path) -> None:
+    """Raise ValueError unless a GGUF file's tensors have as many elements as the model that its header describes.
+
+    Nothing is read but names and shapes, and the model is built without memory.
+    """
+    from gguf import GGUFReader
+
+    config = AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
+    tensors = {tensor.name: int(tensor.n_elements) for tensor in GGUFReader(path).tensors}
+    layers = config.num_hidden_layers
+    if layers > len(tensors):  # not even to be built without memory
+        raise ValueError(f"model: expected a .gguf file with {layers} layers as in its header, got {path} with fewer")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    spare = ("output.weight",) if config.tie_word_embeddings else ()  # written out although it is the embeddings
+    held = sum(size for name, size in tensors.items() if not name.startswith("rope_") and name not in spare)
+    if (needed := sum(weight.numel() for weight in model.parameters())) != held:
+        raise ValueError(
+            f"model: expected a .gguf file with the {needed} weights of the {type(model).__name__} in its header, got "
+            f"{path} with {held}"
+        )
+
+
 def _convert(path: Path, target: Path) -> None:
-    scratch = Path(tempfile.mkdtemp(dir=target.parent, prefix=".converting-"))
+    for left in target.parent.glob(".converting-*"):  # by a process that was killed: the lock is held here alone
+        shutil.rmtree(left, ignore_errors=True)
+    scratch = target.parent / f".converting-{os.getpid()}"
+    scratch.mkdir()
     try:
         where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
         with _no_bars():
-            model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+            model = _whole(path, **where, dtype=torch.float32)
         model.hf_quantizer = None  # it would refuse to save weights that are no longer quantised
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config
