@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+import transformers
 
 import decantkv
 import decantkv.models
@@ -166,7 +167,8 @@ def gguf_file(path, *, blocks=2, change=lambda name, data: (name, data), **extra
 
 
 def test_gguf_files_that_are_not_whole_leave_no_trace(tmp_path, monkeypatch):
-    pytest.importorskip("google.protobuf", reason="transformers 4 reads a GGUF's tokenizer through it")
+    if transformers.__version__ < "5":
+        pytest.importorskip("google.protobuf", reason="transformers 4 reads a GGUF's tokenizer through it")
     monkeypatch.setenv("DECANTKV_CACHE", str(tmp_path / "cache"))
     whole = gguf_file(tmp_path / "whole.gguf")
     folder = convert_gguf(whole)
