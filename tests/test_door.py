@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import transformers
@@ -27,7 +29,15 @@ BART = {
     "decoder_ffn_dim": 32,
     "pad_token_id": 0,
 }
-T5 = {"vocab_size": tiny.VOCABULARY, "d_model": 32, "d_kv": 16, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+T5 = {
+    "vocab_size": tiny.VOCABULARY,
+    "d_model": 32,
+    "d_kv": 16,
+    "d_ff": 32,
+    "num_layers": 2,
+    "num_heads": 2,
+    "pad_token_id": 0,
+}
 SMALL = {"vocab_size": tiny.VOCABULARY, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
 GPT2 = {"vocab_size": tiny.VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 2}
 
@@ -72,7 +82,7 @@ def test_a_model_with_an_encoder_is_refused_by_name(name):
         pytest.skip("not in this transformers")
     model = WITH_ENCODERS[name]()
     for enter in (decantkv.attach, decantkv.EvictingCache):
-        with pytest.raises(UnsupportedModelError, match=f"model: expected a decoder .*, got {type(model).__name__}"):
+        with pytest.raises(UnsupportedModelError, match=f"model: expected .*, got {type(model).__name__}"):
             enter(model, budget=1.0)
 
 
@@ -215,3 +225,92 @@ def test_full_attention_inside_another_kind_of_layer_is_named():
     for enter in (decantkv.attach, decantkv.EvictingCache):
         with pytest.raises(ValueError, match="eviction does not know: LinearAttentionAndFullAttentionLayer"):
             enter(model, budget=0.5)
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_a_callers_cache_goes_on_after_the_run_as_within_it(layers):
+    model, inputs = tiny.llama(num_hidden_layers=layers), tiny.left_padded([tiny.prompt(90), tiny.prompt(20, seed=1)])
+    name, cache = cache_argument(model), DynamicCache(config=tiny.llama(num_hidden_layers=layers).config)
+    later = torch.cat([inputs["attention_mask"], torch.ones(2, 1, dtype=torch.long)], 1)
+    step = {"input_ids": torch.full((2, 1), 7), "attention_mask": later, "position_ids": (later.cumsum(-1) - 1)[:, -1:]}
+    with torch.no_grad():
+        with decantkv.attach(model, budget=0.5):
+            logits_with(model, cache, inputs, [])
+            within = model(**step, **{name: copy.deepcopy(cache)}).logits
+            fork = copy.deepcopy(cache)
+        for after in (cache, fork):
+            assert torch.equal(model(**step, **{name: after}).logits, within)
+    assert cache.layers[0].stored == 46
+
+
+def test_caches_that_do_not_evict_are_counted():
+    model, ids = tiny.llama(), tiny.prompt(60)
+    name = cache_argument(model)
+    before = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(ids, **{name: before})
+        with decantkv.attach(model, budget=0.5) as run:
+            model(tiny.prompt(9), **{name: before})
+            model(tiny.prompt(1), **{name: before})
+            static = transformers.StaticCache(config=model.config, max_cache_len=200)
+            model.generate(ids, max_new_tokens=3, **{name: static}, **tiny.GREEDY)
+            assert run.report().passed_over == {"a DynamicCache that held tokens already": 1, "a StaticCache": 1}
+            model(ids, use_cache=True)
+    assert "1 prompts were not evicted: they went into a StaticCache" in str(run.report())
+
+
+def test_a_cache_is_found_under_every_name_and_place():
+    model, ids = tiny.llama(), tiny.prompt(60)
+    with torch.no_grad(), decantkv.attach(model, budget=0.5) as run:
+        model.model(ids, past_key_values=(named := DynamicCache(config=model.config)))
+        model.model(ids, None, None, (placed := DynamicCache(config=model.config)))
+    assert named.layers[0].stored == placed.layers[0].stored == 30
+    assert len(run.report().layers) == 6
+
+
+@pytest.mark.parametrize("first", [1, 3])
+def test_an_answer_is_evicted_after_a_prompt_of_one_token(first):
+    model = tiny.llama()
+    with decantkv.attach(model, budget=8, every=16) as run:
+        model.generate(tiny.prompt(first), max_new_tokens=40, **tiny.GREEDY)
+    assert run.report().rounds == 3 * 2
+    cache = decantkv.EvictingCache(model, budget=8, every=16, decode_budget=10)
+    logits_with(model, cache, {"input_ids": tiny.prompt(1)}, list(tiny.prompt(40).split(1, 1)))
+    assert cache.layers[0].stored < 10 + 16
+    assert cache.report().rounds == 3 * 2
+
+
+def test_drafts_by_the_attached_model_are_refused_before_a_forward():
+    model, ids = tiny.llama(num_hidden_layers=4), tiny.prompt(60)
+    forwards = []
+    hook = model.model.register_forward_pre_hook(lambda *a: forwards.append(1))
+    eos = {} if at_least("5.17") else {"eos_token_id": tiny.VOCABULARY + 1}
+    with decantkv.attach(model, budget=0.3), decantkv.attach(drafter := tiny.llama(seed=1), budget=0.3):
+        with pytest.raises(ValueError, match="assistant_early_exit: expected none beside attach"):
+            model.generate(ids, assistant_early_exit=1, max_new_tokens=5, **eos, **tiny.GREEDY)
+        for assistant in (model, drafter):
+            with pytest.raises(ValueError, match="assistant_model: expected a model that is not attached"):
+                model.generate(ids, assistant_model=assistant, max_new_tokens=5, **eos, **tiny.GREEDY)
+    hook.remove()
+    assert not forwards
+    assert model.config.num_hidden_layers == 4
+
+
+@pytest.mark.parametrize("settings", [{"decode": "own"}, {"allocation": "ada"}], ids=str)
+def test_weights_that_own_attention_cannot_give_are_refused(settings):
+    model, ids = tiny.llama(attention="eager"), tiny.prompt(60)
+    options = {"max_new_tokens": 3, "output_attentions": True, "return_dict_in_generate": True, **tiny.GREEDY}
+    with decantkv.attach(model, budget=0.3, decode="model"):
+        assert [len(step) for step in model.generate(ids, **options).attentions] == [3, 3, 3]
+    with decantkv.attach(model, budget=0.3, **settings):
+        assert model.generate(ids, max_new_tokens=3, **tiny.GREEDY).shape == (1, 63)
+        with pytest.raises(ValueError, match="output_attentions: expected False where cache layers attend"):
+            model.generate(ids, **options)
+
+
+def test_an_encoders_keys_given_to_a_lone_decoder_are_refused():
+    model = made("BartForCausalLM", **BART)
+    with torch.no_grad(), decantkv.attach(model, budget=1.0):
+        model(tiny.prompt(20), use_cache=True)
+        with pytest.raises(ValueError, match="encoder_hidden_states: expected none beside attach"):
+            model(tiny.prompt(20), encoder_hidden_states=torch.zeros(1, 9, 32), use_cache=True)

@@ -165,6 +165,8 @@ class EvictingCache(DynamicCache):
             if isinstance(layer, RaggedLayer):
                 layer.contest = contest
         self._hold = Hold(model)
+        for layer in evicting:
+            layer.holds = (self._hold,)
 
     def get_mask_sizes(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         """As transformers' own; a forward that goes on under other adapters ends here, before any layer has changed."""

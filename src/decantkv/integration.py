@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from decantkv.bounded import UNBOUNDED, Bounds, Decode
 from decantkv.budget import Budget
 from decantkv.cache import (
     EvictingCache,
+    PromptLayer,
     cache_argument,
     check_adapters,
     checked_model,
@@ -181,7 +183,7 @@ class _Attachment:
         ]
         self._overridden: list[str] = []
         self._override(model, "_prepare_cache_for_generation", self._prepare_cache)
-        self._override(model, "_get_candidate_generator", first_the_prompt)
+        self._override(model, "_get_candidate_generator", self._check_drafts)
         self._override(model, "_prefill", self._defer_chunks)
         self._override(model, "_prefill_chunking", self._defer_all_but_one)  # until transformers 4.57
         self._override(model, "forward", self._step)
@@ -241,6 +243,27 @@ class _Attachment:
             return prepare(generation_config, model_kwargs, *args, **kwargs)
 
         return prepare_cache
+
+    def _check_drafts(self, make: Callable[..., Any]) -> Callable[..., Any]:
+        """`generate` makes what drafts here: nothing that reads with this model, whose second cache would evict too."""
+        make = first_the_prompt(make)
+
+        def make_generator(**kwargs: Any) -> Any:
+            early = getattr(kwargs.get("generation_config"), "assistant_early_exit", None)
+            if early is not None:
+                raise ValueError(
+                    f"assistant_early_exit: expected none beside attach, whose model would draft from an evicted "
+                    f"cache, got {early}; use prompt_lookup_num_tokens or an assistant_model"
+                )
+            assistant, model = kwargs.get("assistant_model"), self._model()
+            if assistant is not None and any(_share(assistant, other) for other in (model, *_attached)):
+                raise ValueError(
+                    f"assistant_model: expected a model that is not attached, which drafts from a full cache, got "
+                    f"{type(assistant).__name__} with eviction"
+                )
+            return make(**kwargs)
+
+        return make_generator
 
     def _graphs(self, cache: EvictingCache) -> StepGraphs:
         """What records this cache's steps, where anything can."""
@@ -321,12 +344,19 @@ class _Attachment:
 
     def _before_forward(self, decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         interface.forget()
+        args, kwargs = self._by_name(decoder, args, kwargs)
+        if kwargs.get("encoder_hidden_states") is not None:
+            raise ValueError(
+                "encoder_hidden_states: expected none beside attach, got some, whose keys would be cached as tokens"
+            )
         run, cache = self.active(), kwargs.get(self._name)
         use_cache = kwargs.get("use_cache")
         if cache is None and (decoder.config.use_cache if use_cache is None else use_cache):
             cache = kwargs[self._name] = run.new_cache()
         elif cache is not None and type(cache) is DynamicCache and cache.get_seq_length() == 0:
             cache.layers = run.new_cache().layers  # generate and the caller hold this very object
+        elif cache is not None and (kind := _passed_over(cache, kwargs)) is not None:
+            run.recorder.passed_over[kind] = run.recorder.passed_over.get(kind, 0) + 1
         if isinstance(cache, DynamicCache) and not isinstance(cache, EvictingCache):
             check_adapters(cache)
         if isinstance(cache, DynamicCache) and cache.get_seq_length() == 0:
@@ -334,6 +364,15 @@ class _Attachment:
             self._prefill.weighing = run.recorder, Weighing(decoder, len(run.recorder.layers)), weakref.ref(cache)
         if getattr(self._prefill, "chunked", False) and isinstance(cache, DynamicCache):
             number_chunk(kwargs, cache)
+        return args, kwargs
+
+    def _by_name(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the forward's arguments with the cache under its own name, however it was given."""
+        if self._name != "past_key_values" and "past_key_values" in kwargs:
+            kwargs.setdefault(self._name, kwargs.pop("past_key_values"))
+        if args:
+            names = list(inspect.signature(decoder.forward).parameters)
+            return (), {**dict(zip(names, args, strict=False)), **kwargs}
         return args, kwargs
 
     def _after_forward(self, decoder: nn.Module, args: Any, output: Any) -> None:
@@ -352,6 +391,21 @@ class _Attachment:
             self._weigh(output)
         if waiting is not None and output is not None:
             raise not_understood(waiting.layer_idx, type(decoder).__name__)
+
+
+def _share(one: nn.Module, other: nn.Module | None) -> bool:
+    """Return whether two models read with one decoder."""
+    return other is not None and decoder_of(one) is decoder_of(other)
+
+
+def _passed_over(cache: Any, kwargs: dict[str, Any]) -> str | None:
+    """Return what kind of cache reads a prompt without evicting; None where it evicts or reads a single token."""
+    layers = getattr(cache, "layers", ())
+    given = kwargs.get("input_ids") if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
+    if any(isinstance(layer, PromptLayer) for layer in layers) or given is None or given.shape[1] == 1:
+        return None
+    name = type(cache).__name__
+    return f"a {name} that held tokens already" if type(cache) is DynamicCache else f"a {name}"
 
 
 def _device_of(module: nn.Module) -> torch.device:

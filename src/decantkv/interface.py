@@ -296,6 +296,12 @@ def _acquire(hold: Hold, model: nn.Module) -> None:
             home[name] = patch.wrapper
 
 
+def _wants_weights(module: nn.Module, kwargs: dict[str, Any]) -> bool:
+    """Return whether the model's output is to hold attention weights."""
+    wanted = kwargs.get("output_attentions")
+    return bool(getattr(getattr(module, "config", None), "output_attentions", False) if wanted is None else wanted)
+
+
 def _wrap(function: Attention, backend: str) -> Attention:
     @uncompiled
     @functools.wraps(function)
@@ -332,6 +338,11 @@ def _wrap(function: Attention, backend: str) -> Attention:
         )
         own = listener.attend(call)
         if own is not None:
+            if backend == "eager" and _wants_weights(module, kwargs):
+                raise ValueError(
+                    "output_attentions: expected False where cache layers attend for themselves, which makes no "
+                    "weights, got True; use decode='model' and an allocation that gives heads equally many tokens"
+                )
             listener.after_attention(call)
             return own, None
         mask = listener.before_attention(attention_mask, query=query, kv_len=key.shape[2], backend=backend)

@@ -61,6 +61,7 @@ class PromptLayer(CacheLayerMixin):
         self.seen: PromptMask | None = None  # of a waiting prompt, where its mask no longer tells
         self._new = 0  # tokens of the last update of a prompt
         self.listens = False  # wants every attention call, also when nothing is hidden
+        self.holds: tuple[object, ...] = ()  # keep what the layer needs in place, whatever cache it is moved to
         self.owner: weakref.ref[nn.Module] | None = None  # the model this cache is for, if it was told
         self.adapters: Adapters = ()  # of the model when it read the prompt; the cache's first such layer knows them
 
@@ -103,16 +104,12 @@ class PromptLayer(CacheLayerMixin):
         if self.prompt is not None and self.waiting is None:
             raise interrupted(self.layer_idx)
         new = key_states.shape[-2]
-        if self.store is None and (new > 1 or self.deferred):
+        if self.store is None:
             self.prompt = self._with_older(key_states, value_states)
             self.logical, self._new = self.logical + new, new
             interface.expect(self, self.prompt[0])
             return self.prompt
-        store = self.store
-        if store is None:  # a prompt of one token: nothing to choose from
-            store = SlackStore(key_states[:, :, :0], value_states[:, :, :0])
-        keys, values = store.update(key_states, value_states, reserve=self.reserve(new))
-        self.store = store
+        keys, values = self.store.update(key_states, value_states, reserve=self.reserve(new))
         self.logical += new
         if self.valid is not None or self.uneven or self.kept is not None or self.listens:
             interface.expect(self, keys)

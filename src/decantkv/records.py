@@ -133,6 +133,7 @@ class Recorder:
     capped: bool = False  # a cap left fewer tokens than the budget asked for
     reused_lse: int = 0  # prompts of a layer whose scoring was handed the attention's output and denominators
     without_lse: dict[str, int] = field(default_factory=dict)  # reason → those that were to be and were not
+    passed_over: dict[str, int] = field(default_factory=dict)  # kind of cache → prompts read into it unevicted
     memory: Memory | None = None  # of the last prompt
     weights: int = 0  # bytes of the model's parameters, where they are known
 
@@ -182,6 +183,7 @@ class Recorder:
             capped=self.capped,
             reused_lse=self.reused_lse,
             without_lse=dict(self.without_lse),
+            passed_over=dict(self.passed_over),
             memory=self.memory,
             weights=self.weights,
         )
@@ -201,6 +203,7 @@ class Report:
         capped: `max_kv_tokens` left fewer tokens than the budget asked for.
         reused_lse: prompts of a layer whose scoring was handed the attention's output and denominators; without_lse:
             how many were scored in two passes although the first was asked for, by reason.
+        passed_over: prompts that were read into a cache which does not evict, by kind of cache.
         memory: of the last prompt, by the allocator where there is one to ask; None where no prompt was seen whole.
         weights: bytes of the model's parameters; 0 where unknown.
         graphed: steps of `generate` that came from a CUDA graph; without_graph: why they no longer do, or None;
@@ -220,6 +223,7 @@ class Report:
     eager_steps: dict[str, int] = field(default_factory=dict)
     reused_lse: int = 0
     without_lse: dict[str, int] = field(default_factory=dict)
+    passed_over: dict[str, int] = field(default_factory=dict)
     memory: Memory | None = None
     weights: int = 0
 
@@ -251,6 +255,9 @@ class Report:
         if self.capped:
             told.append("max_kv_tokens left fewer tokens than the budget asked for")
         told += [f"reuse_lse: scored in two passes {number} times: {why}" for why, number in self.without_lse.items()]
+        told += [
+            f"{number} prompts were not evicted: they went into {kind}" for kind, number in self.passed_over.items()
+        ]
         if self.without_graph is not None:
             told.append(f"decoding goes without a CUDA graph: {self.without_graph}")
         told += [f"{number} steps without a CUDA graph: {why}" for why, number in self.eager_steps.items()]
@@ -283,6 +290,7 @@ class Report:
                 "eager_steps": self.eager_steps,
                 "reused_lse": self.reused_lse,
                 "without_lse": self.without_lse,
+                "passed_over": self.passed_over,
                 "warnings": self.warnings,
                 "layers": list(self.layers),
             }
