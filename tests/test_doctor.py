@@ -170,3 +170,18 @@ def test_it_runs_where_transformers_cannot_be_imported():
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr[-500:]
     assert json.loads(ran.stdout)["verdicts"]
+
+
+def test_the_extra_installs_only_versions_whose_engine_was_run():
+    import tomllib
+    from pathlib import Path
+
+    from packaging.requirements import Requirement
+
+    from decantkv.engines.vllm.compat import TABLE
+
+    project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
+    (text,) = project["optional-dependencies"]["vllm"]
+    admitted = {f"0.{minor}" for minor in range(60) if Requirement(text).specifier.contains(f"0.{minor}.0")}
+    assert admitted
+    assert admitted <= {minor for minor, seams in TABLE.items() if "not run" not in seams.proved}

@@ -13,6 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+HUB_ID = '"HuggingFaceTB/SmolLM2-135M-Instruct"'
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
@@ -27,8 +28,9 @@ def python(arguments, **environment):
 @pytest.mark.model
 @pytest.mark.parametrize("number", range(len(BLOCKS)))
 def test_readme_block(number, model_path):
-    code = BLOCKS[number].replace('"path/to/model.gguf"', repr(model_path))
-    assert python(["-c", code])
+    code = BLOCKS[number].replace(HUB_ID, repr(model_path))
+    assert code != BLOCKS[number], "the block loads the model by its public name"
+    assert python(["-W", "error::FutureWarning", "-c", code])
 
 
 @pytest.mark.model

@@ -148,3 +148,8 @@ def test_importing_patches_nothing():
 def test_every_name_is_public():
     for name in decantkv.__all__:
         assert getattr(decantkv, name) is not None
+
+
+def test_every_name_is_listed_and_typed():
+    assert {*decantkv.__all__, "__version__"} <= {*dir(decantkv)}
+    assert (SOURCE / "py.typed").is_file()

@@ -31,7 +31,7 @@ from decantkv.methods import (
 from decantkv.selection import Kept, select
 
 if TYPE_CHECKING:
-    from decantkv.cache import EvictingCache
+    from decantkv.cache import EvictingCache, cache_argument
     from decantkv.integration import Run, attach
 
 __version__ = "0.1.0"
@@ -63,14 +63,24 @@ __all__ = [
     "SnapKV",
     "Streaming",
     "attach",
+    "cache_argument",
     "score",
     "select",
 ]
 
-_NEEDS_TRANSFORMERS = {"EvictingCache": "cache", "Run": "integration", "attach": "integration"}
+_NEEDS_TRANSFORMERS = {
+    "EvictingCache": "cache",
+    "cache_argument": "cache",
+    "Run": "integration",
+    "attach": "integration",
+}
 
 
 def __getattr__(name: str) -> Any:
     if name in _NEEDS_TRANSFORMERS:
         return getattr(importlib.import_module(f"decantkv.{_NEEDS_TRANSFORMERS[name]}"), name)
     raise AttributeError(f"module 'decantkv' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -69,8 +69,10 @@ class EvictingCache(DynamicCache):
 
     ```python
     cache = EvictingCache(model, method="dropkv", budget=0.05)
-    model.generate(**inputs, past_key_values=cache)
+    model.generate(**inputs, **{cache_argument(model): cache})
     ```
+    `cache_argument(model)` is "past_key_values", or "cache" from transformers 5.24 on.
+
     Only full-attention layers evict; sliding-window and linear layers keep transformers' own cache.
     """
 

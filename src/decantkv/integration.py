@@ -127,6 +127,10 @@ class Run:
                 attachment = _attached[model] = _Attachment(model)
             attachment.runs.append(self)
 
+    def __repr__(self) -> str:
+        model = "detached" if self._model is None else f"attached to {type(self._model).__name__}"
+        return f"Run({self.recorder.method}, budget {self.recorder.budget}, {model})"
+
     def new_cache(self) -> EvictingCache:
         """An empty cache that evicts by this run's settings and reports to it."""
         if self._model is None:

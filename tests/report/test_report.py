@@ -69,7 +69,8 @@ def held(page):
 
 def test_every_number_stands_under_its_regime_and_beside_its_interval(page):
     (section,) = held(page)["sections"]
-    assert section["title"].startswith("ruler, tiny-<b>model</b>, float32, cpu, 4-bit GGUF, dequantised")
+    assert section["title"].startswith("ruler on tiny-<b>model</b>")
+    assert section["about"].startswith("ruler, tiny-<b>model</b>, float32, cpu, 4-bit GGUF, dequantised")
     assert section["sessions"][0]["command"] == "decantkv eval --x"
     assert section["methods"] == ["dropkv", RIVAL]
     assert [(panel["length"], panel["regime"]) for panel in section["panels"]] == [(4096, "aware"), (4096, "agnostic")]
@@ -245,7 +246,7 @@ def test_a_browser_shows_it_whole_on_a_phone_and_a_desk(page, width, tmp_path):
     seen = json.loads(unquote(found.group(1)))
     aware, agnostic = held(page)["sections"][0]["panels"]
     assert seen["errors"] == []
-    assert seen["opened"]["title"].startswith("ruler, tiny-<b>model</b>")
+    assert seen["opened"]["title"].startswith("ruler on tiny-<b>model</b>")
     assert seen["opened"]["what"] == "4,096 tokens, all tasks aware"
     assert seen["opened"]["rows"] == [point["texts"][2] for point in aware["points"]]
     assert (seen["opened"]["lines"], len(seen["opened"]["links"])) == (2, 4)

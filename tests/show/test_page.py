@@ -173,7 +173,7 @@ def test_ink_is_the_share_of_heads_that_keep(view, page, tmp_path):
         assert ("none" in name.split()) == (share[i] == 0)
         alpha = re.search(r"([\d.]+)\)$", background)
         assert (float(alpha.group(1)) if alpha else 0.0) == pytest.approx(
-            0.08 + 0.47 * share[i] if share[i] else 0.0, abs=2e-3
+            0.22 + 0.58 * share[i] if share[i] else 0.0, abs=2e-3
         )
     assert found["other"] == "0"  # beside itself: every token the same
     assert {name.split()[1] for _, name, _ in found["compared"]} <= {"both", "none", "special"}

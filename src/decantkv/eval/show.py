@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+from rich.cells import cell_len
 from rich.table import Table as RichTable
 
 from decantkv.eval.bootstrap import Bootstrap
 from decantkv.eval.chat import REGIMES
 from decantkv.eval.statistics import Summary, best_on_the_other_half, tables
 from decantkv.terminal import Console
+
+WIDE = 180  # columns of a console that is no terminal
+_NUMBERS = ("lose >10 %", "Δ length", "Δ nll", "output shift", "predicted", "n")
 
 
 def print_tables(
@@ -26,7 +30,7 @@ def print_tables(
     configuration = run["configuration"]
     console.print(heading(configuration), style="bold")
     if configuration["suite"] == "fidelity":
-        for table in fidelity(rows, reference=reference):
+        for table in fidelity(rows, reference=reference, width=console.width):
             console.print(table)
         return
     measure = _measure(rows)
@@ -36,7 +40,7 @@ def print_tables(
         for name in REGIMES:
             here = [s for s in one.summaries if s.regime == name]
             if here:
-                console.print(_table(name, here, reference, measure))
+                console.print(_table(name, here, reference, measure, console.width))
         if one.left_out:
             left = ", ".join(f"{task} {score:.2f}" for task, score in one.left_out.items())
             console.print(f"not in the averages, the full cache itself being below 0.3: {left}", style="dim")
@@ -50,7 +54,7 @@ def wide_console() -> Console:
     Brackets in a method's label are options, not markup.
     """
     console = Console(highlight=False, markup=False)
-    return console if console.is_terminal else Console(highlight=False, markup=False, width=180)
+    return console if console.is_terminal else Console(highlight=False, markup=False, width=WIDE)
 
 
 def print_best(
@@ -62,21 +66,14 @@ def print_best(
 ) -> None:
     """Print what was best on one half of the prompts and what it is worth on the other."""
     console = console or wide_console()
-    table = RichTable(title=heading(run["configuration"]), title_justify="left")
-    for column in (
-        "tokens",
-        "regime",
-        "budget",
-        "best on even prompts",
-        f"{_measure(rows)} there",
-        "on odd prompts",
-        f"− {reference} there",
-    ):
-        table.add_column(column)
-    for b in best_on_the_other_half(rows, reference=reference, measure=_measure(rows)):
-        against = str(b.against) if b.against else ""
-        table.add_row(f"{b.length}", b.regime, b.budget, b.policy, str(b.seen), str(b.unseen), against)
-    console.print(table)
+    measure, against = _measure(rows), f"− {reference} there"
+    names = ["tokens", "regime", "budget", "best on even prompts", f"{measure} there", "on odd prompts", against]
+    lines = [
+        [f"{b.length}", b.regime, b.budget, b.policy, str(b.seen), str(b.unseen), str(b.against) if b.against else ""]
+        for b in best_on_the_other_half(rows, reference=reference, measure=measure)
+    ]
+    title = heading(run["configuration"])
+    console.print(fitted(names, lines, (names[4], against), console.width, title=title))
 
 
 def _measure(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -93,25 +90,58 @@ def heading(configuration: Mapping[str, Any]) -> str:
     return ", ".join(str(part) for part in parts)
 
 
-def _table(regime: str, summaries: Sequence[Summary], reference: str, measure: str) -> RichTable:
-    table = RichTable(title=f"regime: {regime}", title_justify="left", caption=REGIMES[regime], caption_justify="left")  # type: ignore[index]
+def _table(regime: str, summaries: Sequence[Summary], reference: str, measure: str, width: int) -> RichTable:
     scored = measure == "score"
-    for column in ("method", "budget", "bytes", f"{measure} [95 %]", f"− {reference} [95 %]", "worst task"):
-        table.add_column(column)
-    for column in ("lose >10 %", "Δ length", "Δ nll") if scored else ():
-        table.add_column(column, justify="right")
-    table.add_column("n", justify="right")
+    names = ["method", "budget", "bytes", f"{measure} [95 %]", f"− {reference} [95 %]", "worst task"]
+    names += ["lose >10 %", "Δ length", "Δ nll"] if scored else []
+    rows = []
     for s in sorted(summaries, key=lambda s: (s.budget, -s.score.mean if scored else s.score.mean)):
         worst, full = s.by_task[s.worst]
         columns = [s.policy, s.budget, f"{s.bytes:.1%}", str(s.score), str(s.against) if s.against else ""]
         columns.append(f"{s.worst} {worst.mean:.2f} of {full:.2f}" if scored else f"{s.worst} {worst.mean:.2f}")
         if scored:
             columns += [f"{s.losing:.0%}", f"{s.drift:+.1f}", f"{s.nll.mean:+.3f}" if s.nll else ""]
-        table.add_row(*columns, str(s.prompts))
+        rows.append([*columns, str(s.prompts)])
+    drop = ("Δ length", "lose >10 %", "worst task", "n", "Δ nll", "bytes", names[4])
+    caption = REGIMES[regime]  # type: ignore[index]
+    return fitted([*names, "n"], rows, drop, width, title=f"regime: {regime}", caption=caption)
+
+
+def fitted(
+    names: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    drop: Sequence[str],
+    width: int,
+    *,
+    title: str,
+    caption: str = "",
+) -> RichTable:
+    """A table whose cells are never cut: columns that do not fit beside the others are left out and named below it.
+
+    Args:
+        drop: columns that may go, the first of them first. Where even the others are too wide, cells are folded.
+    """
+    widths = {name: max(map(cell_len, (name, *(row[i] for row in rows)))) + 3 for i, name in enumerate(names)}
+    gone: list[str] = []
+    for name in (name for name in drop if name in widths):
+        if sum(size for other, size in widths.items() if other not in gone) < width:
+            break
+        gone.append(name)
+    notes = [caption] if caption else []
+    notes += [f"no room for: {', '.join(gone)}"] if gone else []
+    table = RichTable(title=title, title_justify="left", caption="\n".join(notes), caption_justify="left")
+    whole = 0 if widths[names[0]] + 25 < width else None  # others fold first
+    shown = [i for i, name in enumerate(names) if name not in gone]
+    for i in shown:
+        table.add_column(
+            names[i], justify="right" if names[i] in _NUMBERS else "left", overflow="fold", no_wrap=i == whole
+        )
+    for row in rows:
+        table.add_row(*(row[i] for i in shown))
     return table
 
 
-def fidelity(rows: Sequence[Mapping[str, Any]], *, reference: str = "dropkv") -> list[RichTable]:
+def fidelity(rows: Sequence[Mapping[str, Any]], *, reference: str = "dropkv", width: int = WIDE) -> list[RichTable]:
     """A table per length and regime: KL, its paired difference, top-1 agreement, output shift, kept-set overlap."""
     length_of = {row["prompt"]: row["length"] for row in rows if row["row"] == "prompt"}
     cells: dict[tuple[int, str, str, str], dict[str, Mapping[str, Any]]] = {}
@@ -121,17 +151,16 @@ def fidelity(rows: Sequence[Mapping[str, Any]], *, reference: str = "dropkv") ->
             cells.setdefault(key, {})[row["prompt"]] = row
     shown = []
     for length, regime in sorted({key[:2] for key in cells}):
-        table = RichTable(title=f"{length} tokens, regime: {regime}", title_justify="left")
-        for column in ("method", "budget", "bytes", "KL to full [95 %]", f"− {reference} [95 %]", "top-1 [95 %]"):
-            table.add_column(column)
-        for column in ("output shift", "predicted", f"overlap with {reference}", "n"):
-            table.add_column(column, justify="right")
         here = {key: found for key, found in cells.items() if key[:2] == (length, regime)}
+        names = ["method", "budget", "bytes", "KL to full [95 %]", f"− {reference} [95 %]", "top-1 [95 %]"]
+        names += ["output shift", "predicted", f"overlap with {reference}", "n"]
+        lines = []
         for key, found in sorted(here.items(), key=lambda item: (item[0][2], _mean(item[1], "kl"))):
             base = here.get((*key[:3], reference), {}) if key[3] != reference else {}
             columns = _fidelity_columns(found, base, reference)
-            table.add_row(key[3], key[2], f"{_mean(found, 'bytes'):.1%}", *columns, str(len(found)))
-        shown.append(table)
+            lines.append([key[3], key[2], f"{_mean(found, 'bytes'):.1%}", *columns, str(len(found))])
+        drop = ("n", "predicted", "output shift", names[-2], "top-1 [95 %]", "bytes", names[4])
+        shown.append(fitted(names, lines, drop, width, title=f"{length} tokens, regime: {regime}"))
     return shown
 
 

@@ -20,6 +20,7 @@ const wide = table => make("div", { className: "wide" }, table);
 const line = (tag, texts) => make("tr", {}, ...texts.map(text => make(tag, {}, text ?? "")));
 
 let folders, folder, panel, task, drawn;
+const colours = new Map();  // method -> its number among those drawn, which gives its colour and mark
 const chosen = {};  // folder id -> the methods that a reader switched on
 
 // From the address to a folder, a panel and a task; what is not there gives way to the first that is.
@@ -51,7 +52,7 @@ function draw() {
   const names = folders.map(f => `${f.folder.split("/").pop()}: ${f.title}`);
   options(at("folder"), folders.map(f => f.id), names, folder.id);
   at("title").textContent = folder.title;
-  const about = [`${folder.prompts} prompts`, `rows in ${folder.folder}`, `weights ${folder.weights}`];
+  const about = [folder.about, `${folder.prompts} prompts`, `rows in ${folder.folder}`, `weights ${folder.weights}`];
   if (folder.yarn !== 1) about.push(`RoPE stretched by YaRN ×${folder.yarn}`);
   at("about").textContent = about.join(", ");
   fill(at("repeat"));
@@ -95,20 +96,30 @@ function few() {
   return new Set(ranked.length <= 2 * FEW ? [...ranked, ...whole] : [...first, ...ALWAYS, ...whole]);
 }
 
+// Those drawn keep their colours; a new one takes the first that is free, so that twelve never share any.
+function colour(shown) {
+  [...colours.keys()].filter(m => !shown.has(m)).forEach(m => colours.delete(m));
+  for (const method of [...shown].filter(m => !colours.has(m))) {
+    const taken = new Set(colours.values());
+    colours.set(method, [...Array(taken.size + 1).keys()].find(n => !taken.has(n)));
+  }
+}
+
 function legend() {
   const here = folder.methods.filter(m => panel.points.some(p => p.method === m)).toSorted();
   const shown = chosen[folder.id] ?? few();
+  colour(new Set(here.filter(m => shown.has(m))));
   const choose = methods => { chosen[folder.id] = methods; legend(); };
   const button = (text, methods) => make("button", { type: "button", onclick: () => choose(methods) }, text);
   const boxes = here.map(method => {
     const box = make("input", { type: "checkbox", checked: shown.has(method), value: method });
     box.onchange = () => {
       box.checked ? shown.add(method) : shown.delete(method);
-      chosen[folder.id] = shown;
-      charts();
+      choose(shown);
+      document.querySelector(`#legend input[value="${CSS.escape(method)}"]`).focus();
     };
-    const number = folder.methods.indexOf(method);
-    const key = svg("svg", { viewBox: "-7 -7 14 14", class: `key ${colourOf(number)}` }, mark(number, 0, 0));
+    const number = colours.get(method), drawn = number !== undefined;
+    const key = svg("svg", { viewBox: "-7 -7 14 14", class: `key ${drawn ? colourOf(number) : "off"}` }, mark(number ?? 0, 0, 0));
     return make("label", {}, box, key, method);
   });
   const buttons = [button("the best few"), button("all", new Set(here)), button("none", new Set())];
@@ -131,7 +142,7 @@ function oneChart(of, width) {
     title: `${p.method} at ${p.budget}: ${valueOf(p, of)}`,
     link: address(folder.id, panel.length, panel.regime, of, p.method, p.budget),
   }));
-  const lines = folder.methods.map((name, number) => ({ name, number, points: points.filter(p => p.name === name) }));
+  const lines = folder.methods.map(name => ({ name, number: colours.get(name), points: points.filter(p => p.name === name) }));
   return chart(lines.filter(l => l.points.length), panel.label, of ? panel.tasks[of] : panel.full, width);
 }
 

@@ -69,13 +69,14 @@ class Section:
     """One folder of results.
 
     Attributes:
-        methods: all of them, in the order that gives them their colours and marks: those without options first, or
-            the few that are drawn beside each other would share colours.
+        title: suite and model; about: all circumstances in one line.
+        methods: all of them, those without options first.
         answers: per length, the answers behind the points, packed: a reader opens few.
     """
 
     id: str
     title: str
+    about: str
     folder: str
     weights: str
     yarn: float
@@ -118,7 +119,8 @@ def section(folder: Path, number: int) -> Section:
                 panels.append(_panel(table, summaries, measure, values, here))
     return Section(
         id=f"run-{number}",
-        title=heading(run["configuration"]),
+        title=f"{run['configuration']['suite']} on {run['configuration']['model']}",
+        about=heading(run["configuration"]),
         folder=str(folder),
         weights=str(run["configuration"]["weights"]),
         yarn=run["configuration"]["yarn"],

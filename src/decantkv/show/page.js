@@ -116,11 +116,11 @@ function look(i, a, b) { // class and background of a token
     const part = most ? Math.sqrt(missed[state.method](i) / most) : 0;
     return [part > 0.3 ? "t b" : "t", part > 0 ? `rgba(var(--b), ${(0.6 * part).toFixed(3)})` : ""];
   }
-  if (!b) return [a[i] > 0 ? "t" : "t none", a[i] > 0 ? `rgba(var(--a), ${(0.08 + 0.47 * a[i]).toFixed(3)})` : ""];
+  if (!b) return [a[i] > 0 ? "t" : "t none", a[i] > 0 ? `rgba(var(--a), ${(0.22 + 0.58 * a[i]).toFixed(3)})` : ""];
   const more = Math.max(a[i], b[i]), difference = a[i] - b[i];
   if (more === 0) return ["t none", ""];
-  const alpha = (0.08 + 0.47 * more).toFixed(3);
-  if (Math.abs(difference) <= 0.1 * more) return ["t both", `rgba(90, 90, 90, ${alpha * 0.6})`];
+  const alpha = (0.22 + 0.58 * more).toFixed(3);
+  if (Math.abs(difference) <= 0.1 * more) return ["t both", `rgba(128, 128, 128, ${alpha * 0.6})`];
   return difference > 0 ? ["t a", `rgba(var(--a), ${alpha})`] : ["t b", `rgba(var(--b), ${alpha})`];
 }
 
@@ -215,10 +215,10 @@ function showLegend() {
   const row = (name, background, text) => { const p = document.createElement("p"), s = cell("span", "token"); s.className = name + " swatch"; s.style.background = background; p.append(s, text); return p; };
   const a = data.methods[state.method].short, rows = [];
   if (state.ink === "missed") rows.push(row("t b", "rgba(var(--b), .6)", `dropped by ${a}, and the answer would have looked at it`));
-  else if (state.other < 0) rows.push(row("t", "rgba(var(--a), .55)", `kept by every chosen head of ${a}`), row("t", "rgba(var(--a), .15)", "kept by few"), row("t none", "", "dropped"));
+  else if (state.other < 0) rows.push(row("t", "rgba(var(--a), .8)", `kept by every chosen head of ${a}`), row("t", "rgba(var(--a), .3)", "kept by few"), row("t none", "", "dropped"));
   else {
     const b = data.methods[state.other].short + (state.other === state.method ? " (the same)" : "");
-    rows.push(row("t a", "rgba(var(--a), .5)", `more heads of ${a}`), row("t b", "rgba(var(--b), .5)", `more heads of ${b}`), row("t both", "rgba(90, 90, 90, .3)", "equally many"), row("t none", "", "dropped by both"));
+    rows.push(row("t a", "rgba(var(--a), .5)", `more heads of ${a}`), row("t b", "rgba(var(--b), .5)", `more heads of ${b}`), row("t both", "rgba(128, 128, 128, .3)", "equally many"), row("t none", "", "dropped by both"));
   }
   byId("legend").replaceChildren(...rows);
 }
@@ -249,9 +249,9 @@ function showSpans() {
   const m = data.methods[state.method];
   if (!m.spans.length) return byId("spans").replaceChildren(cell("p", `${m.short} protects nothing.`));
   const rows = m.spans.map((s) => [`${s.name} ${s.start}–${s.stop - 1}`, s.bought.toFixed(1), percent(s.share), s.lost === null ? "–" : percent(s.lost)]);
-  const note = cell("p", "Slots a head gives the span only because it is protected, their share of what it keeps, and the displaced tokens' share of all score; means over all heads.");
+  const note = cell("p", "Tokens of the span that a head keeps only because the span is protected, their share of what it keeps, and the share of all score that the tokens in whose place they stay have; means over all heads.");
   note.className = "note";
-  byId("spans").replaceChildren(tableOf(["span", "slots", "of kept", "score lost"], rows), note);
+  byId("spans").replaceChildren(tableOf(["span", "tokens per head", "of kept", "score lost"], rows), note);
 }
 
 // ---- state -----------------------------------------------------------------------------------------------------

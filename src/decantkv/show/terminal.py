@@ -25,9 +25,10 @@ def tell(view: View, console: Console) -> None:
         console.print(f"kept  |{along(method)}| start to end, taller: more heads", markup=False)
         console.print(f"answers: {escape(_one_line(method.answer))}")
         for span in method.spans:
-            lost = "" if span.lost is None else f", displacing {span.lost:.1%} of all score"
+            lost = "" if span.lost is None else f", in place of tokens with {span.lost:.1%} of all score"
             console.print(
-                f"{span.name} {span.start}–{span.stop - 1}: {span.bought:.1f} slots a head only by protection{lost}"
+                f"{span.name} {span.start}–{span.stop - 1}: {span.bought:.1f} tokens per head stay only by "
+                f"protection{lost}"
             )
         console.print(
             f"{method.missed_share:.1%} of the answer's weight on the prompt falls on dropped tokens; heaviest:"

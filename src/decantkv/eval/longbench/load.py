@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from decantkv.eval import fingerprints
+from decantkv.eval.hub import load_rows
 from decantkv.eval.longbench.tasks import TASKS, LongBenchTask, check_task
 from decantkv.eval.sample import Sample
 
@@ -208,13 +209,5 @@ def _split(task: str, body: str, before: str, after: str, *, asks: bool) -> tupl
 
 
 def _from_hub(task: str) -> list[Record]:
-    try:
-        from datasets import load_dataset
-
-        rows = load_dataset(HUB, task, split="test")
-    except Exception as error:
-        raise ValueError(
-            f"longbench: the hub's {HUB} cannot be read ({type(error).__name__}: {error}); "
-            "give local files with --longbench FOLDER"
-        ) from error
+    rows = load_rows("longbench", HUB, task, split="test", way_out="give local files with --longbench FOLDER")
     return [_published(row, f"{HUB}/{task} row {number}") for number, row in enumerate(rows)]

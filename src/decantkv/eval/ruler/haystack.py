@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from decantkv.eval.hub import load_rows
+
 HUB_ESSAYS = "baber/paul_graham_essays"
 
 _GUTENBERG = re.compile(r"\*\*\*\s*(START|END) OF (?:THIS|THE) PROJECT GUTENBERG[^\n]*\n?")
@@ -95,15 +97,8 @@ def hub_haystack(openings: int = 1) -> Haystack:
     Raises:
         ValueError: the package datasets is missing, or the hub is out of reach.
     """
-    try:
-        from datasets import load_dataset
-
-        rows = load_dataset(HUB_ESSAYS, split="train")
-    except Exception as error:
-        raise ValueError(
-            f"haystack: the hub's {HUB_ESSAYS} cannot be read ({type(error).__name__}: {error}); "
-            "give text of your own with --haystack FILE_OR_FOLDER"
-        ) from error
+    way_out = "give text of your own with --haystack FILE_OR_FOLDER"
+    rows = load_rows("haystack", HUB_ESSAYS, None, split="train", way_out=way_out)
     return Haystack(HUB_ESSAYS, tuple(" ".join(rows["text"]).split()), openings)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from decantkv.eval.hub import load_rows
 from decantkv.eval.ruler.draft import Draft
 
 _ORDER = "Answer the question based on the given documents. Only give me the answer and do not output any other words."
@@ -117,15 +118,8 @@ def hub_questions(task: str) -> QuestionSet:
     """
     name, part = HUB[task]
     option = "--squad" if task == "qa_1" else "--hotpot"
-    try:
-        from datasets import load_dataset
-
-        rows = list(load_dataset(name, part, split="validation"))
-    except Exception as error:
-        raise ValueError(
-            f"questions: the hub's {name} cannot be read ({type(error).__name__}: {error}); "
-            f"give a file of your own with {option} FILE"
-        ) from error
+    way_out = f"give a file of your own with {option} FILE"
+    rows = list(load_rows("questions", name, part, split="validation", way_out=way_out))
     items = [_from_hotpot(row) for row in rows] if task == "qa_2" else _from_squad_rows(rows)
     digest = hashlib.sha256(json.dumps(items).encode()).hexdigest()
     return _number(name, digest, items)
