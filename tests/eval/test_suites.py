@@ -151,6 +151,12 @@ def test_mistakes_are_named_before_any_work(changed, wrong, model_folder, tmp_pa
     assert not (tmp_path / "out").exists()
 
 
+def test_a_length_too_short_for_a_task_is_refused_before_the_weights(model_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("decantkv.models.AutoModelForCausalLM", None)
+    given = ("--model", model_folder, "--suite", "ruler", "--task", "vt", "--length", 60, "--out", tmp_path / "out")
+    assert "tokens for vt, got 60" in str(invoke(*given).exception)
+
+
 def test_another_seed_needs_another_folder(model_folder, tmp_path):
     given = ("--model", model_folder, "--suite", "niah", "--length", 600, "--samples", 1, "--method", "random",
              "--budget", 0.2, "--regime", "aware", "--out", tmp_path)  # fmt: skip
@@ -162,7 +168,7 @@ def test_another_seed_needs_another_folder(model_folder, tmp_path):
 def test_beyond_the_context_only_with_the_flag_and_a_warning(model_folder, tmp_path):
     given = ("--model", model_folder, "--suite", "niah", "--length", 4200, "--samples", 1, "--method", "random",
              "--budget", 0.2, "--regime", "aware", "--out", tmp_path / "a")  # fmt: skip
-    with pytest.warns(UserWarning, match="4096 tokens"):
+    with pytest.warns(UserWarning, match="4,096 tokens"):
         assert invoke(*given, "--beyond-context").exit_code == 0
 
 

@@ -105,7 +105,7 @@ class Session:
         console = Console(stderr=True)
         texts = self.texts()
         with console.status(f"loading {escape(self.model)}"):
-            loaded = self.load()
+            loaded = self.load(texts)
         memory = cache_memory(loaded[0].device, memory)
         opened = self.open(loaded, texts, plan, out, command=command, begun=begun, memory=memory, graphs=graphs)
         try:
@@ -118,9 +118,19 @@ class Session:
             opened.store.close()
         return whole
 
-    def load(self) -> tuple[PreTrainedModel, Any]:
-        """The model and its tokenizer."""
-        model, tokenizer = models.load(self.model, dtype=self.dtype)
+    def load(self, texts: ruler.Sources | None = None) -> tuple[PreTrainedModel, Any]:
+        """The model and its tokenizer.
+
+        Args:
+            texts: of `texts`; given, every length is tried with its tasks before the weights are read.
+        """
+
+        def check(config: Any, tokenizer: Any) -> None:
+            if texts is not None and self.suite == "ruler":
+                for series in self._series(ChatFormat(tokenizer, system=self.system), texts):
+                    series.check()
+
+        model, tokenizer = models.load(self.model, dtype=self.dtype, check=check)
         if self.yarn != 1.0:
             stretch(model, self.yarn)
         self._check_context(model)
@@ -191,12 +201,19 @@ class Session:
         return makers[self.suite](form, texts)
 
     def _ruler(self, form: ChatFormat, texts: ruler.Sources) -> Iterator[Prompt]:
-        names = [ruler.check_task(name) for name in self.tasks or ruler.TASKS]
-        options = {"measure": form.measure(), "count_tokens": form.count, "seed": self.seed}
+        every = self._series(form, texts)
         for length in self.lengths:
-            series = {name: ruler.Series(name, length, texts, **options) for name in names}  # type: ignore[arg-type]
-            for index, name in product(range(self.samples), names):
-                yield f"ruler/{name}/{length}/{index}", _later(series[name].sample, index)
+            here = [series for series in every if series.length == length]
+            for index, series in product(range(self.samples), here):
+                yield f"ruler/{series.task}/{length}/{index}", _later(series.sample, index)
+
+    def _series(self, form: ChatFormat, texts: ruler.Sources) -> list[ruler.Series]:
+        names = [ruler.check_task(name) for name in self.tasks or ruler.TASKS]
+        return [
+            ruler.Series(name, length, texts, measure=form.measure(), count_tokens=form.count, seed=self.seed)
+            for length in self.lengths
+            for name in names
+        ]
 
     def _niah(self, form: ChatFormat, texts: ruler.Sources) -> Iterator[Prompt]:
         for length in self.lengths:

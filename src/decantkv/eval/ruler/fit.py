@@ -22,6 +22,15 @@ class Fit:
         self.what = what
         self._size: int | None = None  # the last sample's
 
+    def check(self, build: Callable[[int], tuple[T, int]]) -> None:
+        """Raise ValueError where not even the least size fits."""
+        _, tokens = build(self.least)
+        if tokens > self.length:
+            raise self._too_short(tokens)
+
+    def _too_short(self, tokens: int) -> ValueError:
+        return ValueError(f"length: expected at least {tokens} tokens for {self.what}, got {self.length}")
+
     def largest(self, build: Callable[[int], tuple[T, int]]) -> T:
         """The item of the largest size whose token count is within the length.
 
@@ -42,7 +51,7 @@ class Fit:
         stride = first = self.step if self._size is None else 1
         while not fits(low):
             if low == self.least:
-                raise ValueError(f"length: expected at least {seen[low][1]} tokens for {self.what}, got {self.length}")
+                raise self._too_short(seen[low][1])
             low, high, stride = max(self.least, low - stride), low, stride * 2
         stride = first
         while not high:

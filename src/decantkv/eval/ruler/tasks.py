@@ -126,6 +126,10 @@ class Series:
         self._details = sources.describe(task)
         self._fit = Fit(length, self._make.least, self._make.step, what=task)
 
+    def check(self) -> None:
+        """Raise ValueError where the length cannot hold the task."""
+        self._fit.check(lambda size: self._built(size, 0))
+
     def sample(self, index: int) -> Sample:
         """Sample number `index`.
 
