@@ -38,7 +38,8 @@ def test_without_an_allocator_bytes_are_those_of_live_storages(name):
     report, cache = prompt_read(tiny.llama(), **SETTINGS[name])
     assert (report.memory.before, report.memory.after, report.memory.by) == (FULL, cache.nbytes(), "storages")
     assert report.memory.after < FULL * 0.25
-    assert json.loads(report.to_json())["memory"] == {"before": FULL, "after": cache.nbytes(), "by": "storages"}
+    memory = {"before": FULL, "after": cache.nbytes(), "by": "storages", "room": 0}
+    assert json.loads(report.to_json())["memory"] == memory
 
 
 def live_bytes(*_):
@@ -94,6 +95,84 @@ def test_it_tells_how_often_eviction_acted():
     assert "dropped something in 6 of 9 prompts of a layer" in str(report)
     assert json.loads(report.to_json())["prompts_of_layers"] == 9
     assert report.memory.after == 3 * 2 * 2 * 60 * 8 * 4, "of the last prompt"
+
+
+@pytest.mark.parametrize("store", ["plain", "static"])
+def test_evictions_count_tokens_whatever_room_a_store_takes(store):
+    model = tiny.llama()
+    with decantkv.attach(model, budget=0.5, store=store) as run:
+        out = model.generate(**PROMPT, max_new_tokens=250, return_dict_in_generate=True, **tiny.GREEDY)
+    report, cache = run.report(), out[cache_argument(model)]
+    assert (report.evictions, report.prompts_evicted) == (3, 3)
+    assert not any("nothing was dropped" in warning for warning in report.warnings)
+    assert "dropped something" not in str(report)
+    assert report.memory == cache.report().memory, "attach and the cache mean the same bytes"
+    assert report.memory.after == FULL // 2
+    assert report.memory.after + report.memory.room == cache.nbytes()
+    assert "room for the answer" in str(report)
+
+
+def test_rounds_are_evictions_too():
+    model = tiny.llama()
+    with decantkv.attach(model, budget=400, every=8, decode_budget=100) as run:
+        model.generate(tiny.prompt(90), max_new_tokens=40, **tiny.GREEDY)
+    report = run.report()
+    assert report.rounds > 0
+    assert (report.evictions, report.prompts_evicted) == (report.rounds, 0)
+    assert json.loads(report.to_json())["evictions"] == report.rounds
+    assert not any("nothing was dropped" in warning for warning in report.warnings)
+
+
+def test_the_settings_in_force_are_told():
+    model = tiny.llama()
+    run = decantkv.attach(model, budget=0.2, allocation="ada", sinks=5, protect=[(10, 14), (20, 30)], max_kv_tokens=100,
+                          prefill_chunk=50)  # fmt: skip
+    run.detach()
+    for report in (run.report(), decantkv.EvictingCache(model, budget=0.2, allocation="ada", sinks=5).report()):
+        assert "sinks=5" in str(report)
+        assert "allocation ada(alpha=0.2)" in str(report)
+        assert json.loads(report.to_json())["settings"]["sinks"] == 5
+        assert json.loads(report.to_json())["settings"]["allocation"] == "ada(alpha=0.2)"
+    assert "protect 10:14 20:30" in str(run.report())
+    assert "max_kv_tokens 100" in str(run.report())
+    told = json.loads(run.report().to_json())["settings"]
+    assert (told["protect"], told["max_kv_tokens"]) == ([[10, 14], [20, 30]], 100)
+
+
+def test_nothing_dropped_says_so_and_nothing_of_speed():
+    with decantkv.attach(model := tiny.llama(), budget=400) as run:
+        model.generate(**PROMPT, max_new_tokens=1, **tiny.GREEDY)
+    report = run.report()
+    assert report.warnings == ["nothing was dropped: every prompt fitted its budget"]
+    assert "dropped something" not in str(report)
+
+
+def test_a_loaded_cache_does_not_say_that_eviction_never_acted(tmp_path):
+    model = tiny.llama()
+    _, cache = prompt_read(model)
+    cache.save(tmp_path / "kept")
+    report = decantkv.EvictingCache.load(tmp_path / "kept", model).report()
+    assert report.warnings == []
+    assert "loaded from a file" in str(report)
+    assert json.loads(report.to_json())["loaded"] is True
+
+
+@pytest.mark.parametrize(
+    ("budget", "note"),
+    [(0.004, "less than 1 %"), (8, "no score had a say"), (0.001, "more was kept than asked for"), (0.05, None)],
+)
+def test_small_budgets_are_noted(budget, note):
+    with decantkv.attach(model := tiny.llama(), budget=budget) as run:
+        model.generate(**PROMPT, max_new_tokens=1, **tiny.GREEDY)
+    notes = [w for w in run.report().warnings if "batch 1" not in w]
+    assert any(note in w for w in notes) if note else not notes
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.0324, "32.4 ms"), (0.9999, "1 s"), (1.5, "1.5 s"), (14.0, "14 s"), (1400.0, "1,400 s")]
+)
+def test_seconds_for_a_reader(seconds, text):
+    assert records.format_seconds(seconds) == text
 
 
 def test_rounds_count_as_scoring_selection_and_compaction():

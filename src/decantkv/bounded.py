@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -56,6 +56,10 @@ class Bounds:
     decode: Decode = "auto"
     store: Inner = "plain"
     reuse_lse: bool = False
+
+    def in_force(self) -> dict[str, Any]:
+        """Every bound by its name, as JSON can hold it."""
+        return dataclasses.asdict(self)
 
     def check(self, settings: Settings) -> Bounds:
         """These bounds, if they can be held under the settings.

@@ -54,6 +54,12 @@ class Budget:
         """
         return cls.parse(Fraction(share))
 
+    def __str__(self) -> str:
+        """The budget for a reader: "0.05" or "512 tokens"."""
+        if self.share is not None:
+            return f"{float(self.share):g}"
+        return f"{self.tokens} token{'' if self.tokens == 1 else 's'}"
+
     def check_fixed(self, fixed: int, names: str) -> None:
         """Raise ValueError when a number of tokens is below what is always kept."""
         if self.tokens is not None and self.tokens < fixed:

@@ -83,6 +83,11 @@ class SlackStore:
         """Back to where `offload` took it from."""
         self.each(lambda x: x.to(getattr(self, "_home", x.device)))
 
+    def nbytes(self) -> int:
+        """Bytes of the filled slots."""
+        held = sum({x.data_ptr(): x.nbytes for x in self.buffers()}.values())  # keys and values may be one tensor
+        return held * self.length // self.capacity if self.capacity else held
+
     def buffers(self) -> list[Tensor]:
         """Everything held in memory, slack included."""
         return [self._keys, self._values]

@@ -32,9 +32,9 @@ from decantkv.needs import device_of, rotation
 from decantkv.options import Allocation, Impl, Span
 from decantkv.peers import Peers
 from decantkv.ragged_layers import LayerContest, RaggedLayer
-from decantkv.records import Memory, Recorder, Report, storage_bytes
+from decantkv.records import Recorder, Report, storage_bytes
 from decantkv.settings import Settings, must_share
-from decantkv.weighing import held_bytes
+from decantkv.weighing import weighed
 
 __all__ = [
     "EvictingCache",
@@ -118,7 +118,7 @@ class EvictingCache(DynamicCache):
             method, budget=budget, allocation=allocation, sinks=sinks, protect=protect, impl=impl, **options
         )
         bounds = Bounds(prefill_chunk, max_kv_tokens, every, decode_budget, protect_prompt, decode, store, reuse_lse)
-        self._prepare(model, settings, new_recorder(settings), bounds.check(settings))
+        self._prepare(model, settings, new_recorder(settings, bounds), bounds.check(settings))
 
     @classmethod
     def of(
@@ -216,10 +216,7 @@ class EvictingCache(DynamicCache):
 
     def report(self) -> Report:
         """What was kept and dropped so far."""
-        report = self.recorder.report()
-        if report.memory is None and report.layers:
-            return dataclasses.replace(report, memory=Memory(report.bytes_before, held_bytes(self), "storages"))
-        return report
+        return weighed(self.recorder.report(), self)
 
     def save(self, path: str | os.PathLike[str], *, prompt: Tensor | None = None) -> None:
         """Write what was kept to a safetensors file, with the settings and fingerprints of model and prompt.
@@ -264,7 +261,9 @@ class EvictingCache(DynamicCache):
         if prompt is not None and about["prompt"] != files.prompt_fingerprint(prompt):
             raise ValueError(f"prompt: expected the one whose cache {path} holds, got another")
         settings = files.settings_from_dict(about["settings"])
-        cache = cls.of(model, settings, new_recorder(settings), Bounds(**about["bounds"]))
+        bounds = Bounds(**about["bounds"])
+        cache = cls.of(model, settings, new_recorder(settings, bounds), bounds)
+        cache.recorder.loaded = True
         check_adapters(cache)
         files.restore(cache.layers, about, tensors, layer_devices(model, len(cache.layers)))
         return cache
@@ -365,10 +364,9 @@ def _prompt_layers(cache: DynamicCache) -> list[PromptLayer]:
     return [layer for layer in cache.layers if isinstance(layer, PromptLayer)]
 
 
-def new_recorder(settings: Settings) -> Recorder:
+def new_recorder(settings: Settings, bounds: Bounds = UNBOUNDED) -> Recorder:
     """An empty record of what these settings do."""
-    share, tokens = settings.budget.share, settings.budget.tokens
-    return Recorder(settings.method.describe(), f"{float(share):g}" if share is not None else f"{tokens} tokens")
+    return Recorder(settings.method.describe(), str(settings.budget), settings.in_force() | bounds.in_force())
 
 
 def _check_shared_keys(model: PreTrainedModel, settings: Settings, bounds: Bounds) -> None:

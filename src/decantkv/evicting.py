@@ -18,7 +18,7 @@ from decantkv.lse import attend_with_lse
 from decantkv.masks import PromptMask, real_tokens
 from decantkv.needs import output_projection
 from decantkv.peers import Peers
-from decantkv.records import LayerRecord, Recorder, storage_bytes
+from decantkv.records import LayerRecord, Recorder
 from decantkv.scoring.window import AttentionWindow, Rotate, make_window
 from decantkv.selection import Kept
 from decantkv.settings import Settings
@@ -114,8 +114,9 @@ class EvictingLayer(PromptLayer):
 
     def record(self, lengths: Sequence[int], counts: Tensor, bytes_before: int) -> None:
         """Note what was kept."""
-        after, raised = storage_bytes(self.store_tensors()), self.settings.raised(lengths)
-        self.recorder.add(LayerRecord(self.layer_idx, tuple(lengths), counts, bytes_before, after, raised))
+        raised, unscored = self.settings.raised(lengths), self.settings.unscored(lengths)
+        record = LayerRecord(self.layer_idx, tuple(lengths), counts, bytes_before, self.kept_bytes(), raised, unscored)
+        self.recorder.add(record)
 
     def _renumber(self, kept: Kept, rotate: Rotate) -> None:
         """Turn kept keys by as many positions as were dropped behind them, so that no distance spans a gap."""
@@ -128,8 +129,12 @@ class EvictingLayer(PromptLayer):
         self.fill(rotate(keys.flatten(0, 1)[:, None], ahead.flatten(0, 1)).view_as(keys), self.store.values)
 
     def store_tensors(self) -> list[Tensor]:
-        """Keys and values of the kept tokens."""
+        """Keys and values of the kept tokens, with the room behind them."""
         return [] if self.store is None else self.store.buffers()
+
+    def kept_bytes(self) -> int:
+        """Bytes of the stored tokens' keys and values, without the room behind them."""
+        return 0 if self.store is None else self.store.nbytes()
 
     def _choose(self, call: AttentionCall, seen: PromptMask, rows: int, counts: list[int]) -> Kept:
         keys, _ = self._prompt()

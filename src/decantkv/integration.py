@@ -43,7 +43,7 @@ from decantkv.options import Allocation, Impl, Span
 from decantkv.peers import Peers
 from decantkv.records import Report
 from decantkv.settings import Settings
-from decantkv.weighing import Weighing, undecided
+from decantkv.weighing import Weighing, undecided, weighed
 
 _lock = threading.Lock()
 _attached: weakref.WeakKeyDictionary[PreTrainedModel, _Attachment] = weakref.WeakKeyDictionary()
@@ -114,9 +114,9 @@ class Run:
 
     def __init__(self, model: PreTrainedModel, settings: Settings, bounds: Bounds = UNBOUNDED) -> None:
         EvictingCache.of(
-            model, settings, new_recorder(settings), bounds
+            model, settings, new_recorder(settings, bounds), bounds
         )  # refuse now what a prompt would be refused for
-        self.settings, self.recorder, self.bounds = settings, new_recorder(settings), bounds
+        self.settings, self.recorder, self.bounds = settings, new_recorder(settings, bounds), bounds
         self.recorder.weights = sum(parameter.nbytes for parameter in model.parameters())
         self.thread = threading.get_ident()
         self.trust = Trust()
@@ -139,7 +139,9 @@ class Run:
 
     def report(self) -> Report:
         """What was kept and dropped so far, as text or JSON."""
-        report = self.recorder.report()
+        report, latest = self.recorder.report(), self.recorder.latest
+        cache = None if latest is None else latest()
+        report = report if cache is None else weighed(report, cache)
         trust = self.trust
         return dataclasses.replace(
             report, graphed=trust.replayed, without_graph=trust.broken, eager_steps=dict(trust.left)
@@ -340,6 +342,7 @@ class _Attachment:
         cache = reference()
         if cache is not None and not undecided(cache):
             self._prefill.weighing = None
+            recorder.latest = weakref.ref(cache)
             recorder.memory = weighing.close(cache, recorder.full_bytes(weighing.recorded), output)
 
     def _cache_among(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DynamicCache | None:

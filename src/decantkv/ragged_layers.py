@@ -19,6 +19,7 @@ from decantkv.interface import AttentionCall, interrupted
 from decantkv.masks import PromptMask, read_prompt_mask
 from decantkv.ragged import RaggedStore
 from decantkv.ranking import FILLER, highest
+from decantkv.records import storage_bytes
 from decantkv.scoring.window import AttentionWindow, Rotate
 from decantkv.selection import Kept, Order
 
@@ -261,6 +262,10 @@ class RaggedLayer(EvictingLayer):
     def store_tensors(self) -> list[Tensor]:
         """Keys and values of the kept tokens."""
         return super().store_tensors() if self.lanes is None else [self.lanes.keys, self.lanes.values]
+
+    def kept_bytes(self) -> int:
+        """Bytes of the kept tokens' keys and values; lanes have no room before the first new token."""
+        return super().kept_bytes() if self.lanes is None else storage_bytes(self.store_tensors())
 
     def tensors(self) -> list[Tensor]:
         """Everything the layer holds in memory."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -22,13 +23,15 @@ class Memory:
 
     Attributes:
         before: bytes of the full ones, each layer's as it was held.
-        after: bytes of what is kept; by: "allocator" (what torch's CUDA allocator gave while the prompt was read) or
-            "storages" (distinct live ones).
+        after: bytes of the prompt's kept tokens; by: "allocator" (what torch's CUDA allocator gave while the prompt was
+            read, less `room`) or "storages" (distinct live ones).
+        room: bytes held beyond that for the answer, written or still free.
     """
 
     before: int
     after: int
     by: Literal["allocator", "storages"]
+    room: int = 0
 
 
 class Stopwatch:
@@ -103,8 +106,9 @@ class LayerRecord:
         layer_idx: the layer.
         seen: real tokens of each batch row.
         counts: [B, H] tokens each row and KV head keeps.
-        bytes_before, bytes_after: the layer's keys and values, by their storages.
+        bytes_before, bytes_after: the layer's keys and values; of the slots that hold what was kept, not of free ones.
         raised: protection kept more than the budget's share asked for.
+        unscored: in some row that dropped tokens, protection alone fills the budget.
     """
 
     layer_idx: int
@@ -113,6 +117,7 @@ class LayerRecord:
     bytes_before: int
     bytes_after: int
     raised: bool
+    unscored: bool = False
 
 
 @dataclass
@@ -124,6 +129,7 @@ class Recorder:
 
     method: str
     budget: str
+    settings: dict[str, Any] = field(default_factory=dict)  # all others in force, as JSON can hold them
     layers: list[LayerRecord] = field(default_factory=list)
     settled: int = 0  # layers on record whose counts are on the host
     marks: list[tuple[int, torch.device, torch.cuda.Event]] = field(default_factory=list)  # layers written by when
@@ -136,6 +142,8 @@ class Recorder:
     passed_over: dict[str, int] = field(default_factory=dict)  # kind of cache → prompts read into it unevicted
     memory: Memory | None = None  # of the last prompt
     weights: int = 0  # bytes of the model's parameters, where they are known
+    loaded: bool = False  # what it reports on began in a file
+    latest: weakref.ref[Any] | None = None  # the cache of the last prompt
 
     def add(self, record: LayerRecord) -> None:
         """Write down one layer's eviction."""
@@ -178,6 +186,9 @@ class Recorder:
             ],
             seconds={stage: self.stopwatch.seconds(stage) for stage in stages},
             raised=any(r.raised for r in self.layers),
+            unscored=any(r.unscored for r in self.layers),
+            settings=dict(self.settings),
+            loaded=self.loaded,
             left_alone=self.left_alone,
             rounds=self.rounds,
             capped=self.capped,
@@ -194,10 +205,12 @@ class Report:
     """What eviction did, as text (`str`) and as JSON (`to_json`).
 
     Attributes:
-        method, budget: the settings.
+        method, budget: the settings; settings: all others in force.
         layers: a dict per eviction of a layer: layer, seen [B], kept [B][H], bytes_before, bytes_after.
         seconds: time in scoring, selection, compaction and prefill; the first three are inside the last.
-        raised: protection kept more than the budget's share asked for.
+        raised: protection kept more than the budget's share asked for; unscored: in some prompt that dropped tokens it
+            left nothing for scores to decide.
+        loaded: the cache comes from a file; what its prompt dropped is not on record.
         left_alone: layers that are not full attention and keep their own cache.
         rounds: evictions of a layer between chunks of a prompt or while an answer was written.
         capped: `max_kv_tokens` left fewer tokens than the budget asked for.
@@ -226,11 +239,19 @@ class Report:
     passed_over: dict[str, int] = field(default_factory=dict)
     memory: Memory | None = None
     weights: int = 0
+    settings: dict[str, Any] = field(default_factory=dict)
+    unscored: bool = False
+    loaded: bool = False
 
     @property
     def evictions(self) -> int:
-        """How often a layer dropped something."""
-        return sum(layer["bytes_after"] < layer["bytes_before"] for layer in self.layers)
+        """How often a layer dropped something: of a prompt, between its chunks, or while an answer was written."""
+        return self.prompts_evicted + self.rounds
+
+    @property
+    def prompts_evicted(self) -> int:
+        """How often a layer dropped tokens of a prompt that it had read."""
+        return sum(_dropped(layer) for layer in self.layers)
 
     @property
     def bytes_before(self) -> int:
@@ -246,12 +267,17 @@ class Report:
     def warnings(self) -> list[str]:
         """What the reader should know before trusting a number."""
         told = []
-        if not self.layers:
+        if not self.layers and not self.loaded:
             told.append("eviction never acted: no prompt went through an evicting cache")
-        elif not self.evictions:
+        elif self.layers and not self.evictions:
             told.append("nothing was dropped: every prompt fitted its budget")
         if self.raised:
             told.append("protected tokens alone exceed the budget's share, so more was kept than asked for")
+        elif self.unscored:
+            told.append("protected tokens alone fill the budget: no score had a say in what was kept")
+        share = self._share()
+        if share is not None and share < 0.01:
+            told.append(f"budget {self.budget} keeps less than 1 % of a prompt; 0.05 is 5 %")
         if self.capped:
             told.append("max_kv_tokens left fewer tokens than the budget asked for")
         told += [f"reuse_lse: scored in two passes {number} times: {why}" for why, number in self.without_lse.items()]
@@ -266,7 +292,7 @@ class Report:
                 f"the full cache would take {format_bytes(self.bytes_before)} beside {format_bytes(self.weights)} of "
                 "weights; expect hardly any gain from eviction"
             )
-        if self.layers and max(len(layer["seen"]) for layer in self.layers) == 1:
+        if self.evictions and self.layers and max(len(layer["seen"]) for layer in self.layers) == 1:
             told.append("batch 1: eviction frees memory; expect hardly any decode speed-up from it alone")
         return told
 
@@ -276,12 +302,15 @@ class Report:
             {
                 "method": self.method,
                 "budget": self.budget,
+                "settings": self.settings,
                 "evictions": self.evictions,
                 "prompts_of_layers": len(self.layers),
+                "prompts_evicted": self.prompts_evicted,
                 "memory": None if self.memory is None else asdict(self.memory),
                 "bytes_before": self.bytes_before,
                 "bytes_after": self.bytes_after,
                 "seconds": self.seconds,
+                "loaded": self.loaded,
                 "left_alone": self.left_alone,
                 "rounds": self.rounds,
                 "capped": self.capped,
@@ -297,7 +326,9 @@ class Report:
         )
 
     def __str__(self) -> str:
-        lines = [f"{self.method}, budget {self.budget}"]
+        lines = [", ".join([self.method, f"budget {self.budget}", *_worth_saying(self.settings)])]
+        if self.loaded:
+            lines.append("loaded from a file: what was dropped before is not on record")
         last = self._last()
         if last:
             seen = max(max(layer["seen"]) for layer in last)
@@ -308,14 +339,17 @@ class Report:
                 f"kept {span} of {seen:,} tokens per head in {len(last)} layers; "
                 f"KV {format_bytes(memory.before)} -> {format_bytes(memory.after)}"
                 + (" by the allocator" if memory.by == "allocator" else "")
+                + (f" + {format_bytes(memory.room)} room for the answer" if memory.room else "")
             )
-            if self.evictions < len(self.layers):
-                lines.append(f"dropped something in {self.evictions:,} of {len(self.layers):,} prompts of a layer")
+            if 0 < self.prompts_evicted < len(self.layers):
+                lines.append(
+                    f"dropped something in {self.prompts_evicted:,} of {len(self.layers):,} prompts of a layer"
+                )
             inside = self.seconds["scoring"] + self.seconds["selection"] + self.seconds["compaction"]
-            prefill = f" of {self.seconds['prefill']:.3g} s prefill" if self.seconds["prefill"] else ""
-            lines.append(f"scoring, selection and compaction {inside * 1e3:.3g} ms{prefill}")
+            prefill = f" of {format_seconds(self.seconds['prefill'])} prefill" if self.seconds["prefill"] else ""
+            lines.append(f"scoring, selection and compaction {format_seconds(inside)}{prefill}")
         if self.rounds:
-            lines.append(f"{self.rounds} evictions of a layer between chunks or while the answer was written")
+            lines.append(f"{self.rounds:,} evictions of a layer between chunks or while the answer was written")
         if self.reused_lse:
             lines.append(f"scored {self.reused_lse} times by the attention's own output and softmax denominators")
         if self.graphed:
@@ -324,9 +358,37 @@ class Report:
             lines.append(f"{self.left_alone} layers are not full attention and were left alone")
         return "\n".join([*lines, *(f"note: {warning}" for warning in self.warnings)])
 
+    def _share(self) -> float | None:
+        """The budget where it is a share of the prompt."""
+        return None if self.budget.endswith(("token", "tokens")) else float(self.budget)
+
     def _last(self) -> list[dict[str, Any]]:
         """The newest record of every layer: the last prompt's."""
         return list({layer["layer"]: layer for layer in self.layers}.values())
+
+
+def _dropped(layer: dict[str, Any]) -> bool:
+    """Whether some head kept fewer tokens than its row has."""
+    return any(n < seen for row, seen in zip(layer["kept"], layer["seen"], strict=True) for n in row)
+
+
+def _worth_saying(settings: dict[str, Any]) -> list[str]:
+    """The settings beside method and budget, without those that are off or left to decantkv."""
+    said = []
+    for name, value in settings.items():
+        if name == "protect":
+            value = " ".join(f"{start}:{stop}" for start, stop in value)
+        if name == "sinks" or value in (None, False, "", "auto", "plain"):  # the method says its sinks
+            continue
+        said.append(name if value is True else f"{name} {value}")
+    return said
+
+
+def format_seconds(seconds: float) -> str:
+    """Seconds for a reader: 32.4 ms, 1.5 s, 14 s, 1,400 s."""
+    if seconds < 1:
+        return f"{seconds * 1e3:.3g} ms" if seconds < 0.9995 else "1 s"
+    return f"{seconds:.3g} s" if seconds < 999.5 else f"{seconds:,.0f} s"
 
 
 def format_bytes(number: int) -> str:

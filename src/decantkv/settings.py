@@ -109,6 +109,11 @@ class Settings:
         """Whether protection kept more in some row than the budget's share asked for."""
         return any(self.budget.raised(length, self.fixed(length)) for length in lengths)
 
+    def unscored(self, lengths: Sequence[int]) -> bool:
+        """Whether some row that drops tokens keeps protected ones alone."""
+        counts = zip(lengths, self.n_keep(lengths), strict=True)
+        return any(kept == self.fixed(length) < length for length, kept in counts)
+
     def score(self, win: AttentionWindow) -> Tensor:
         """[B, H, N] float32 scores, for `choose` to pool."""
         return self.method.base_score(win, impl=self.impl)

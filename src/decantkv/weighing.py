@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
 from decantkv.layers import PromptLayer
-from decantkv.records import Memory, storage_bytes
+from decantkv.records import Memory, Report, storage_bytes
 
 
 class Weighing:
@@ -40,13 +41,14 @@ class Weighing:
             On CUDA what the allocator gave since, without `output` and without layers that do not evict; workspaces
             that the first prompt of a process takes for good count as kept.
         """
-        kept = held_bytes(cache)
+        stores = [layer.store for layer in cache.layers if isinstance(layer, PromptLayer)]
+        room = sum(storage_bytes(store.buffers()) - store.nbytes() for store in stores if store is not None)
         if not self._devices:
-            return Memory(full, kept, "storages")
+            return Memory(full, held_bytes(cache) - room, "storages", room)
         left_alone = [layer for layer in cache.layers if not isinstance(layer, PromptLayer)]
         others = storage_bytes(self._counted(x for layer in left_alone for x in vars(layer).values()))
         grown = self._allocated() - self._held - others - storage_bytes(self._counted(_tensors(output)))
-        return Memory(full, grown, "allocator")
+        return Memory(full, grown - room, "allocator", room)
 
 
 def _counting_devices(module: nn.Module) -> set[torch.device]:
@@ -57,6 +59,15 @@ def _counting_devices(module: nn.Module) -> set[torch.device]:
 def held_bytes(cache: DynamicCache) -> int:
     """Bytes of what the evicting layers hold, by distinct storages."""
     return storage_bytes([x for layer in cache.layers if isinstance(layer, PromptLayer) for x in layer.tensors()])
+
+
+def weighed(report: Report, cache: DynamicCache) -> Report:
+    """The report with what the cache holds now beyond its prompt's kept tokens."""
+    if not report.layers:
+        return report
+    memory = report.memory or Memory(report.bytes_before, report.bytes_after, "storages")
+    room = max(0, held_bytes(cache) - (memory.after if memory.by == "storages" else report.bytes_after))
+    return dataclasses.replace(report, memory=dataclasses.replace(memory, room=room))
 
 
 def undecided(cache: DynamicCache) -> bool:

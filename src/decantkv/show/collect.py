@@ -167,13 +167,12 @@ def collect(
             )
         )
     first = settings[0]
-    budget = f"{float(first.budget.share):g}" if first.budget.share is not None else f"{first.budget.tokens} tokens"
     return View(
         model=model_name,
         pieces=tuple(pieces),
         layers=tuple(full.prompt_layers()),
         num_kv_heads=len(details[full.prompt_layers()[0]].weight),
-        budget=budget,
+        budget=str(first.budget),
         n_keep=first.n_keep([n])[0],
         full_answer=tokenizer.decode(full_ids, skip_special_tokens=True),
         methods=tuple(views),
