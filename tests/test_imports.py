@@ -153,3 +153,15 @@ def test_every_name_is_public():
 def test_every_name_is_listed_and_typed():
     assert {*decantkv.__all__, "__version__"} <= {*dir(decantkv)}
     assert (SOURCE / "py.typed").is_file()
+
+
+def test_the_command_can_be_interrupted_while_libraries_load():
+    code = (
+        "import sys, decantkv.cli as cli\n"
+        "assert 'torch' not in sys.modules\n"
+        "def interrupted(): raise KeyboardInterrupt\n"
+        "cli.build = interrupted\n"
+        "cli.main(['methods'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "")

@@ -1,38 +1,38 @@
-"""decantkv: keep the few cached tokens that matter. Importing it patches nothing and loads no model library."""
+"""decantkv: keep the few cached tokens that matter. Importing it patches nothing; names load when they are used."""
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
-from decantkv.allocation import Ada, AdaKvpress, Pyramid
-from decantkv.api import score
-from decantkv.methods import (
-    CAOTE,
-    H2O,
-    TOVA,
-    AdaDropKV,
-    AdaKV,
-    AnDPro,
-    AnDProChunks,
-    CriticalKV,
-    DefensiveKV,
-    DropKV,
-    ExpectedAttention,
-    KNorm,
-    Method,
-    PyramidKV,
-    Random,
-    Recent,
-    Sliding,
-    SnapKV,
-    Streaming,
-)
-from decantkv.selection import Kept, select
-
 if TYPE_CHECKING:
+    from decantkv.allocation import Ada, AdaKvpress, Pyramid
+    from decantkv.api import score
     from decantkv.cache import EvictingCache, cache_argument
     from decantkv.integration import Run, attach
+    from decantkv.methods import (
+        CAOTE,
+        H2O,
+        TOVA,
+        AdaDropKV,
+        AdaKV,
+        AnDPro,
+        AnDProChunks,
+        CriticalKV,
+        DefensiveKV,
+        DropKV,
+        ExpectedAttention,
+        KNorm,
+        Method,
+        PyramidKV,
+        Random,
+        Recent,
+        Sliding,
+        SnapKV,
+        Streaming,
+    )
+    from decantkv.selection import Kept, select
 
 __version__ = "0.1.0"
 
@@ -68,17 +68,22 @@ __all__ = [
     "select",
 ]
 
-_NEEDS_TRANSFORMERS = {
-    "EvictingCache": "cache",
-    "cache_argument": "cache",
-    "Run": "integration",
-    "attach": "integration",
+_HOME = {
+    **dict.fromkeys(("Ada", "AdaKvpress", "Pyramid"), "allocation"),
+    **dict.fromkeys(("EvictingCache", "cache_argument"), "cache"),
+    **dict.fromkeys(("Run", "attach"), "integration"),
+    **dict.fromkeys(("Kept", "select"), "selection"),
+    "score": "api",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name in _NEEDS_TRANSFORMERS:
-        return getattr(importlib.import_module(f"decantkv.{_NEEDS_TRANSFORMERS[name]}"), name)
+    if name in __all__:
+        found = getattr(importlib.import_module(f"decantkv.{_HOME.get(name, 'methods')}"), name)
+        globals()[name] = found
+        return found
+    if not name.startswith("_") and importlib.util.find_spec(f"decantkv.{name}") is not None:
+        return importlib.import_module(f"decantkv.{name}")
     raise AttributeError(f"module 'decantkv' has no attribute {name!r}")
 
 
