@@ -86,7 +86,7 @@ def test_other_models_prompts_and_files_are_refused(tmp_path):
         decantkv.EvictingCache.load(path, model)
 
 
-@pytest.mark.parametrize("moment", ["save_file", "fsync", "replace"])
+@pytest.mark.parametrize("moment", ["save", "fsync", "replace"])
 def test_an_interrupted_save_leaves_the_old_file_whole(tmp_path, monkeypatch, moment):
     model, path = tiny.llama(), tmp_path / "c.safetensors"
     cache = decantkv.EvictingCache(model, budget=0.2)
@@ -97,7 +97,7 @@ def test_an_interrupted_save_leaves_the_old_file_whole(tmp_path, monkeypatch, mo
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(files if moment == "save_file" else os, moment, interrupted)
+    monkeypatch.setattr(files if moment == "save" else os, moment, interrupted)
     with pytest.raises(KeyboardInterrupt):
         cache.save(path)
     monkeypatch.undo()
@@ -188,3 +188,97 @@ def test_forks_do_not_see_each_other(name):
             model, {"input_ids": ids}, [torch.tensor([[4]]), torch.tensor([[token]])], **SETTINGS[name]
         )
         torch.testing.assert_close(logits[0], judged[0, -1], rtol=0, atol=1e-5)
+
+
+def saved(path, model=None, **options):
+    model = model or tiny.llama()
+    cache = decantkv.EvictingCache(model, **{"budget": 0.3, **options})
+    logits_with(model, cache, {"input_ids": tiny.prompt(60)}, [])
+    cache.save(path)
+    return model, cache
+
+
+def test_files_have_the_modes_that_others_have_and_links_stay_links(tmp_path):
+    before = os.umask(0o022)
+    try:
+        path, link = tmp_path / "c", tmp_path / "link"
+        _, cache = saved(path)
+        assert path.stat().st_mode & 0o777 == 0o644
+        path.chmod(0o664)
+        link.symlink_to(path)
+        path.write_bytes(b"old")
+        cache.save(link)
+        assert link.is_symlink()
+        assert path.stat().st_size > 1000
+        assert path.stat().st_mode & 0o777 == 0o664
+        (tmp_path / ".decantkv-0123").write_bytes(b"left by a writer that was killed")
+        cache.save(tmp_path / ("x" * 255))
+        assert sorted(len(p.name) for p in tmp_path.iterdir()) == [1, 4, 255]
+    finally:
+        os.umask(before)
+    for wrong in (tmp_path / "none" / "c", tmp_path, tmp_path / ("x" * 256)):
+        with pytest.raises(ValueError, match="path: expected") as error:
+            cache.save(wrong)
+        assert ".decantkv-" not in str(error.value)
+
+
+@pytest.mark.parametrize("options", [{}, {"allocation": "shared"}, {"allocation": "ada"}], ids=str)
+def test_one_head_and_one_row_are_saved(tmp_path, options):
+    model, cache = saved(tmp_path / "c", tiny.llama(num_key_value_heads=1), **options)
+    loaded = decantkv.EvictingCache.load(tmp_path / "c", model)
+    assert torch.equal(loaded.layers[0].keys, cache.layers[0].keys)
+
+
+def forge(path, change):
+    """A file whose digest fits what `change` made of its contents."""
+    import json
+
+    about, tensors = files.read(path)
+    change(about, tensors)
+    text = json.dumps(about)
+    save_file(tensors, path, metadata={"decantkv": text, "digest": files._digest(text, tensors)})
+
+
+FORGERIES = {
+    "negative length": lambda a, t: [layer.update(logical=-5) for layer in a["layers"]],
+    "length as text": lambda a, t: a["layers"][0].update(logical="60"),
+    "unequal lengths": lambda a, t: a["layers"][1].update(logical=61),
+    "fewer layers": lambda a, t: a["layers"].pop(),
+    "no layers": lambda a, t: a.pop("layers"),
+    "settings": lambda a, t: a.update(settings=[]),
+    "method": lambda a, t: a["settings"]["method"].update(name="none"),
+    "bounds": lambda a, t: a["bounds"].update(every=-1),
+    "unknown bound": lambda a, t: a["bounds"].update(often=1),
+    "model": lambda a, t: a["model"].pop("weights"),
+    "no keys": lambda a, t: t.pop("0.keys"),
+    "no counts": lambda a, t: t.pop("1.counts"),
+    "positions": lambda a, t: t["0.indices"].add_(10**9),
+    "counts": lambda a, t: t["0.counts"].add_(1),
+    "values of another length": lambda a, t: t.update({"0.values": t["0.values"][..., 1:, :].contiguous()}),
+    "rows": lambda a, t: a["layers"][0].update(rows=[1, 2, 3]),
+    "format": lambda a, t: a.pop("format"),
+    "unknown tensor": lambda a, t: t.update({"9.keys": torch.ones(1)}),
+}
+LANES = {
+    "overlap": lambda a, t: t["0.starts"].zero_(),
+    "before the storage": lambda a, t: t["0.starts"].sub_(1),
+    "batch of none": lambda a, t: t["0.numbers"][:1].zero_(),
+    "negative room": lambda a, t: t["0.numbers"][1:2].sub_(5),
+    "lens": lambda a, t: t["0.lens"].neg_(),
+}
+
+
+@pytest.mark.parametrize("name", [*FORGERIES, *LANES])
+def test_forged_files_are_refused_by_a_value_error(tmp_path, name):
+    model, _ = saved(tmp_path / "c", **({"allocation": "ada"} if name in LANES else {"decode": "model"}))
+    decantkv.EvictingCache.load(tmp_path / "c", model)
+    forge(tmp_path / "c", (FORGERIES | LANES)[name])
+    with pytest.raises(ValueError, match="expected"):
+        decantkv.EvictingCache.load(tmp_path / "c", model)
+
+
+def test_a_files_mark_is_read_before_its_tensors(tmp_path, monkeypatch):
+    save_file({"x": torch.zeros(3)}, tmp_path / "other")
+    monkeypatch.setattr(files, "load", None)
+    with pytest.raises(ValueError, match=r"path: expected a cache that was saved, .* another safetensors file"):
+        files.read(tmp_path / "other")

@@ -15,6 +15,7 @@ SOURCE = Path(decantkv.__file__).parent
 LAYERS = [
     {
         "options",
+        "writing",
         "transfer",
         "buffers",
         "chunks",
@@ -31,7 +32,7 @@ LAYERS = [
     {"methods"},
     {"selection", "api", "needs"},
     {"settings", "records", "masks", "ragged", "inner"},
-    {"interface", "generating", "bounded", "fused", "identity"},
+    {"interface", "generating", "bounded", "fused", "identity", "forged"},
     {"door", "layers", "evicting"},
     {"ragged_layers"},
     {"files", "joining", "graphs", "weighing"},

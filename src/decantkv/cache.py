@@ -22,6 +22,7 @@ from decantkv.bounded import UNBOUNDED, Bounds, Decode
 from decantkv.budget import Budget
 from decantkv.door import checked_model, reads_again, text_config
 from decantkv.evicting import EvictingLayer
+from decantkv.forged import understood
 from decantkv.graphs import StepGraphs
 from decantkv.inner import Inner
 from decantkv.interface import Hold
@@ -251,21 +252,22 @@ class EvictingCache(DynamicCache):
         """
         about, tensors = files.read(path)
         model = checked_model(model)
-        if not isinstance(about["model"], dict):
-            raise ValueError(
-                f"path: expected a file that names the adapters and the configuration of its cache's model, got {path} "
-                "of an older version, which does not; read the prompt again and save it"
-            )
-        if differs := identity.difference(about["model"], identity.describe(model)):
-            raise ValueError(f"model: expected the one whose cache {path} holds, got one with {differs}")
-        if prompt is not None and about["prompt"] != files.prompt_fingerprint(prompt):
-            raise ValueError(f"prompt: expected the one whose cache {path} holds, got another")
-        settings = files.settings_from_dict(about["settings"])
-        bounds = Bounds(**about["bounds"])
-        cache = cls.of(model, settings, new_recorder(settings, bounds), bounds)
-        cache.recorder.loaded = True
-        check_adapters(cache)
-        files.restore(cache.layers, about, tensors, layer_devices(model, len(cache.layers)))
+        with understood(path):
+            if not isinstance(about["model"], dict):
+                raise ValueError(
+                    "path: expected a file that names the adapters and the configuration of its cache's model, got "
+                    f"{path} of an older version, which does not; read the prompt again and save it"
+                )
+            if differs := identity.difference(about["model"], identity.describe(model)):
+                raise ValueError(f"model: expected the one whose cache {path} holds, got one with {differs}")
+            if prompt is not None and about["prompt"] != files.prompt_fingerprint(prompt):
+                raise ValueError(f"prompt: expected the one whose cache {path} holds, got another")
+            settings = files.settings_from_dict(about["settings"])
+            bounds = Bounds(**about["bounds"]).check(settings)
+            cache = cls.of(model, settings, new_recorder(settings, bounds), bounds)
+            cache.recorder.loaded = True
+            check_adapters(cache)
+            files.restore(cache.layers, about, tensors, layer_devices(model, len(cache.layers)))
         return cache
 
     @classmethod

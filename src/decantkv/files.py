@@ -10,20 +10,19 @@ import dataclasses
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load, save
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from decantkv.allocation import RULES, AllocationRule
 from decantkv.budget import Budget
 from decantkv.evicting import EvictingLayer
+from decantkv.forged import check_layers, understood
 from decantkv.layers import PromptLayer
 from decantkv.methods import METHODS
 from decantkv.options import Span
@@ -31,8 +30,10 @@ from decantkv.ragged import RaggedStore
 from decantkv.ragged_layers import RaggedLayer
 from decantkv.selection import Kept
 from decantkv.settings import Settings
+from decantkv.writing import write_whole
 
 FORMAT = 1
+HEADER = 100_000_000  # bytes, the most that safetensors takes
 
 
 def settings_as_dict(settings: Settings) -> dict[str, Any]:
@@ -92,39 +93,40 @@ def write(path: str | os.PathLike[str], layers: Sequence[CacheLayerMixin], about
         kinds.append(kind)
         tensors.update({f"{i}.{name}": x.detach().cpu().contiguous().clone() for name, x in state.items()})
     text = json.dumps({**about, "format": FORMAT, "layers": kinds}, sort_keys=True)
-    target = Path(path)
-    handle, scratch = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}-")
-    try:
-        os.close(handle)
-        save_file(tensors, scratch, metadata={"decantkv": text, "digest": _digest(text, tensors)})
-        with open(scratch, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(scratch, target)
-    except BaseException:
-        Path(scratch).unlink(missing_ok=True)
-        raise
+    write_whole(path, save(tensors, {"decantkv": text, "digest": _digest(text, tensors)}))
 
 
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The description and the tensors of a file, on the CPU.
+    """The description and the tensors of a file, on the CPU; its mark is read before anything else.
 
     Raises:
         ValueError: no file of ours, or one that was changed since it was written.
     """
     try:
-        with safe_open(path, framework="pt") as file:
-            marks = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a mapping
-    except (SafetensorError, OSError) as error:
+        with open(path, "rb") as file:  # once, so that a save at the same time changes nothing here
+            marks = _marks(file)
+            tensors = load(file.read())
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"path: expected a cache that was saved, got {path}: {error}") from error
-    if "decantkv" not in marks:
-        raise ValueError(f"path: expected a cache that was saved, got another safetensors file {path}")
     if marks.get("digest") != _digest(marks["decantkv"], tensors):
         raise ValueError(f"path: expected the file as it was written, got {path}, which was changed since")
-    about: dict[str, Any] = json.loads(marks["decantkv"])
-    if about["format"] != FORMAT:
-        raise ValueError(f"path: expected a file of format {FORMAT}, got {about['format']}")
+    with understood(path):
+        about: dict[str, Any] = json.loads(marks["decantkv"])
+        if about["format"] != FORMAT:
+            raise ValueError(f"path: expected a file of format {FORMAT}, got {about['format']}")
     return about, tensors
+
+
+def _marks(file: BinaryIO) -> dict[str, str]:
+    """What a safetensors file's header says beside its tensors; the file is back at its start."""
+    size = int.from_bytes(file.read(8), "little")
+    if not 0 < size <= HEADER or size > os.fstat(file.fileno()).st_size - 8:
+        raise ValueError("it has no header")
+    marks: dict[str, str] = json.loads(file.read(size)).get("__metadata__") or {}
+    if not isinstance(marks.get("decantkv"), str):
+        raise ValueError("it is another safetensors file")
+    file.seek(0)
+    return marks
 
 
 def restore(
@@ -138,6 +140,7 @@ def restore(
     Raises:
         ValueError: the model's layers are of other kinds than the file's.
     """
+    check_layers(about["layers"], tensors, len(layers))
     for i, (layer, numbers) in enumerate(zip(layers, about["layers"], strict=True)):
         if type(layer).__name__ != numbers["kind"]:
             raise ValueError(
@@ -199,5 +202,5 @@ def _digest(text: str, tensors: Mapping[str, Tensor]) -> str:
 
 
 def _raw(x: Tensor) -> bytes:
-    flat = x.contiguous().flatten()
+    flat = x.flatten().clone(memory_format=torch.contiguous_format)  # one element may have any stride
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""

@@ -176,6 +176,7 @@ def _digest(x: Tensor) -> bytes:
     if hasattr(x, "__tensor_flatten__"):  # quantised: the tensors inside
         names, _ = x.__tensor_flatten__()
         return b"".join(_digest(getattr(x, name)) for name in names)
+    x = x.flatten().clone(memory_format=torch.contiguous_format) if x.numel() == 1 else x  # it may have any stride
     raw = x.contiguous().flatten().view(torch.uint8) if x.numel() else x.new_zeros(0, dtype=torch.uint8)
     raw = raw.clone() if raw.storage_offset() % 8 else raw
     whole = raw.numel() // (8 * _BLOCK) * 8 * _BLOCK
