@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import itertools
 import os
 import weakref
@@ -29,10 +28,11 @@ from decantkv.interface import Hold
 from decantkv.joining import join
 from decantkv.layers import PromptLayer, gather, window_of
 from decantkv.methods import Method
-from decantkv.needs import device_of, rotation
+from decantkv.needs import cache_argument, device_of, rotation
 from decantkv.options import Allocation, Impl, Span
 from decantkv.peers import Peers
 from decantkv.ragged_layers import LayerContest, RaggedLayer
+from decantkv.reading import Following, decide, defer, deferred, give_up, prompt_layers
 from decantkv.records import Recorder, Report, storage_bytes
 from decantkv.settings import Settings, must_share
 from decantkv.weighing import weighed
@@ -168,8 +168,9 @@ class EvictingCache(DynamicCache):
             if isinstance(layer, RaggedLayer):
                 layer.contest = contest
         self._hold = Hold(model)
+        holds = self._hold, Following(model)
         for layer in evicting:
-            layer.holds = (self._hold,)
+            layer.holds = holds
 
     def get_mask_sizes(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         """As transformers' own; a forward that goes on under other adapters ends here, before any layer has changed."""
@@ -288,10 +289,10 @@ class EvictingCache(DynamicCache):
         for other in caches[1:]:
             if other._hold.model() is not model or (other.settings, other.bounds) != (first.settings, first.bounds):
                 raise ValueError("caches: expected caches of one model and one setting, got different ones")
-        if len({_prompt_layers(cache)[0].adapters for cache in caches}) > 1:
+        if len({prompt_layers(cache)[0].adapters for cache in caches}) > 1:
             raise ValueError("caches: expected caches of the same active adapters, got different ones")
         joined = cls.of(model, first.settings, first.recorder, first.bounds)
-        _prompt_layers(joined)[0].adapters = _prompt_layers(first)[0].adapters
+        prompt_layers(joined)[0].adapters = prompt_layers(first)[0].adapters
         for i, layer in enumerate(joined.layers):
             join(layer, [cache.layers[i] for cache in caches])
         return joined
@@ -303,7 +304,7 @@ def check_adapters(cache: DynamicCache) -> None:
 
     To be called before any layer has taken the new tokens.
     """
-    layers = _prompt_layers(cache)
+    layers = prompt_layers(cache)
     model = layers[0].owner() if layers and layers[0].owner is not None else None
     if not isinstance(model, nn.Module):
         return
@@ -327,43 +328,6 @@ def _restored_on_error(layers: list[CacheLayerMixin]) -> Iterator[list[CacheLaye
         for layer, attributes in zip(layers, before, strict=True):
             vars(layer).update(attributes)
         raise
-
-
-@contextmanager
-def deferred(cache: DynamicCache) -> Iterator[None]:
-    """While open, a prompt may come in chunks; the cache decides what to keep when the block ends.
-
-    Until then all of the prompt is held. For loops that feed chunks by hand; under `attach`, `generate` with a
-    `prefill_chunk_size` does this by itself.
-    """
-    defer(cache)
-    try:
-        yield
-        decide(cache)
-    finally:
-        give_up(cache)
-
-
-def defer(cache: DynamicCache) -> None:
-    """A prompt may come in chunks from now on; what to keep is decided by `decide`."""
-    for layer in _prompt_layers(cache):
-        layer.deferred = layer.store is None
-
-
-def decide(cache: DynamicCache) -> None:
-    """The prompt's last chunk is in."""
-    for layer in _prompt_layers(cache):
-        layer.finish()
-
-
-def give_up(cache: DynamicCache) -> None:
-    """No more chunks are to come, whether or not it was decided what to keep."""
-    for layer in _prompt_layers(cache):
-        layer.deferred = False
-
-
-def _prompt_layers(cache: DynamicCache) -> list[PromptLayer]:
-    return [layer for layer in cache.layers if isinstance(layer, PromptLayer)]
 
 
 def new_recorder(settings: Settings, bounds: Bounds = UNBOUNDED) -> Recorder:
@@ -458,8 +422,3 @@ def cache_bytes(cache: DynamicCache) -> int:
         found = layer.tensors() if isinstance(layer, PromptLayer) else [layer.keys, layer.values]
         tensors += [x for x in found if isinstance(x, Tensor)]
     return storage_bytes(tensors)
-
-
-def cache_argument(module: torch.nn.Module) -> str:
-    """The name under which this model's forward takes its cache: `cache` from transformers 5.24 on."""
-    return "cache" if "cache" in inspect.signature(module.forward).parameters else "past_key_values"

@@ -65,6 +65,7 @@ class EvictingLayer(PromptLayer):
         keys, values = self._prompt()
         if self.bounds.every is not None:
             self._expect_stored_heads(call, "every")
+        self._check_cap(keys.shape[2])
         held = seen.lengths if seen.lengths is not None else (keys.shape[2],) * keys.shape[0]
         lengths = held if self.trail is None else self.trail.seen
         counts = [min(n, most) for n, most in zip(self.settings.n_keep(lengths), held, strict=True)]
@@ -94,6 +95,15 @@ class EvictingLayer(PromptLayer):
         self.record(lengths, kept_counts, before)
         self._begin_answer(call, lengths, counts)
         self.trail = None  # `kept` holds the positions from here on
+
+    def _check_cap(self, length: int) -> None:
+        """Raise where a prompt that was to be thinned chunk by chunk came in one piece."""
+        most, chunk = self.bounds.max_kv_tokens, self.bounds.prefill_chunk
+        if most is not None and chunk is not None and self.trail is None and length > max(most, chunk):
+            raise ValueError(
+                f"max_kv_tokens: expected a prompt in chunks of {chunk}, by generate or a loop under deferred, "
+                f"got {length} tokens at once"
+            )
 
     def _check_filler(self, call: AttentionCall) -> None:
         """Raise where filler is stored that a call which the cache does not see would take for tokens."""

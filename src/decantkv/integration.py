@@ -41,6 +41,7 @@ from decantkv.methods import Method
 from decantkv.needs import decoder_of
 from decantkv.options import Allocation, Impl, Span
 from decantkv.peers import Peers
+from decantkv.reading import Following, generating_parts
 from decantkv.records import Report
 from decantkv.settings import Settings
 from decantkv.weighing import Weighing, undecided, weighed
@@ -181,13 +182,20 @@ class _Attachment:
         self.runs: list[Run] = []
         self._model = weakref.ref(model)
         self._hold = Hold(model)
+        self._following: Following | None = Following(model)
         decoder: nn.Module = decoder_of(model)
         self._name = cache_argument(decoder)
         self._hooks = [
             decoder.register_forward_pre_hook(self._before_forward, with_kwargs=True),
             decoder.register_forward_hook(self._after_forward, always_call=True),
         ]
-        self._overridden: list[str] = []
+        self._overridden: list[tuple[weakref.ref[PreTrainedModel], str]] = []
+        self._prefill = threading.local()
+        for part in generating_parts(model):
+            self._override_all(part)
+
+    def _override_all(self, model: PreTrainedModel) -> None:
+        """Wrap what `generate` of the model, or of a part that it hands over to, calls on its way."""
         self._override(model, "_prepare_cache_for_generation", self._prepare_cache)
         self._override(model, "_get_candidate_generator", self._check_drafts)
         self._override(model, "_prefill", self._defer_chunks)
@@ -195,7 +203,6 @@ class _Attachment:
         self._override(model, "forward", self._step)
         for name in ("generate_batch", "init_continuous_batching"):
             self._override(model, name, refuse_continuous_batching)
-        self._prefill = threading.local()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """A copy's methods would be the original's."""
@@ -205,17 +212,17 @@ class _Attachment:
         """Put a wrapped method on the instance; deleting it brings the class's own back."""
         if hasattr(model, name) and name not in vars(model):
             setattr(model, name, wrap(getattr(model, name)))
-            self._overridden.append(name)
+            self._overridden.append((weakref.ref(model), name))
 
     def remove(self) -> None:
         """Undo everything."""
-        model = self._model()
         for hook in self._hooks:
             hook.remove()
-        if model is not None:
-            for name in self._overridden:
+        for reference, name in self._overridden:
+            if (model := reference()) is not None:
                 delattr(model, name)
         self._hold.close()
+        self._following = None
 
     def active(self) -> Run:
         """The run that counts in this thread."""
@@ -276,7 +283,11 @@ class _Attachment:
         trust, model, refused = self.active().trust, self._model(), None
         if Peers.of(model) is not None:  # processes that fell out of step would wait for one another for ever
             refused = "the model is spread over processes"
-        if "forward" not in self._overridden and model is not None and graphs.on_gpu(next(model.parameters())):
+        if (
+            not any(name == "forward" for _, name in self._overridden)
+            and model is not None
+            and graphs.on_gpu(next(model.parameters()))
+        ):
             trust.broken = "another library has wrapped the model's forward"
         return StepGraphs(cache.layers, trust, refused, functools.partial(_standins_of, self._model))
 

@@ -57,6 +57,7 @@ class PromptLayer(CacheLayerMixin):
         self.logical = 0
         self.kept: Kept | None = None
         self.deferred = False  # a prompt that comes in chunks is decided on after the last
+        self.closing = False  # the next chunk is the prompt's last
         self.waiting: tuple[AttentionCall, int] | None = None  # with the tail of queries, and the last chunk's length
         self.seen: PromptMask | None = None  # of a waiting prompt, where its mask no longer tells
         self._new = 0  # tokens of the last update of a prompt
@@ -158,6 +159,8 @@ class PromptLayer(CacheLayerMixin):
             self._check_tokens(call)
             if self.deferred:
                 self._wait(call)
+                if self.closing:
+                    self.finish()
                 return
             self._keep(call, self._read_mask(call, min(self.rows, call.query.shape[2])))
         except BaseException:
@@ -190,7 +193,7 @@ class PromptLayer(CacheLayerMixin):
 
     def finish(self) -> None:
         """The last chunk is in: decide now. Does nothing unless a prompt waits."""
-        self.deferred = False
+        self.deferred = self.closing = False
         if self.waiting is None:
             return
         call, chunk = self.waiting

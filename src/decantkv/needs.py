@@ -179,6 +179,11 @@ def decoder_of(model: Any) -> Any:
     return model
 
 
+def cache_argument(module: nn.Module) -> str:
+    """Return the name under which this model's forward takes its cache: `cache` from transformers 5.24 on."""
+    return "cache" if "cache" in inspect.signature(module.forward).parameters else "past_key_values"
+
+
 def takes_a_cache(part: Any) -> bool:
     """Return whether a module is a model whose forward is given a cache."""
     names = inspect.signature(part.forward).parameters
