@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from fractions import Fraction
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from decantkv.budget import Budget, count, fixed_spans
+from decantkv.files import settings_as_dict, settings_from_dict
 from decantkv.settings import Settings
 
 
@@ -40,7 +42,40 @@ def test_budgets_out_of_range(budget):
         Budget.parse(budget)
 
 
-@pytest.mark.parametrize("budget", ["x", "0.5", None, True, [0.1]])
+@pytest.mark.parametrize(
+    ("text", "same"),
+    [("0.05", 0.05), ("5%", 0.05), (" 5 % ", 0.05), ("0.5%", 0.005), ("100%", 1.0), ("512", 512), ("512 tokens", 512),
+     ("1/20", 0.05), ("1e-2", 0.01), ("1.0", 1.0), ("1", 1.0)],
+)  # fmt: skip
+def test_text_is_read_as_the_number_it_names_everywhere(text, same):
+    from decantkv.cli.generate import parse_budget as on_the_command_line
+    from decantkv.eval.engine.policy import parse_budget as in_a_table
+
+    wanted = Budget.parse(same)
+    assert Budget.parse(text) == on_the_command_line(text) == in_a_table(text) == wanted
+    assert Settings.parse("dropkv", budget=text).budget == wanted
+
+
+def test_one_is_everything_and_one_token_is_one_token():
+    assert Budget.parse(1) == Budget.parse(1.0) == Budget.parse("1")
+    one = Budget.parse("1 token")
+    assert (one.n_keep(50, 0), str(one)) == (1, "1 token")
+    settings = Settings.parse("knorm", budget="1 token")
+    assert settings_from_dict(settings_as_dict(settings)) == settings
+
+
+@pytest.mark.parametrize("text", ["x", "", "0", "0%", "120%", "1.5", "-5%", "nan", "inf", "0.5 tokens", "1/0", "5 %%"])
+def test_text_that_is_no_budget(text):
+    with pytest.raises(ValueError, match="budget: expected"):
+        Budget.parse(text)
+
+
+def test_a_float_of_less_precision_is_the_decimal_it_prints_as():
+    assert Budget.parse(np.float32(0.7)).n_keep(10, 0) == 7
+    assert Budget.parse(np.float16(0.1)).n_keep(500, 0) == 50
+
+
+@pytest.mark.parametrize("budget", [None, True, [0.1]])
 def test_budgets_that_are_no_numbers(budget):
     with pytest.raises(TypeError, match="budget: expected"):
         Budget.parse(budget)

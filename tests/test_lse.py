@@ -193,3 +193,11 @@ def test_on_a_gpu_the_kernels_take_the_hints(dtype):
         assert (report.reused_lse, report.without_lse) == (3, {})
     assert min(same) > 0.97
     assert torch.equal(logits[0], logits_once[0])
+
+
+def test_a_prompt_within_its_budget_leaves_no_output_behind():
+    model = tiny.llama()
+    cache = decantkv.EvictingCache(model, budget=1.0, reuse_lse=True)
+    with torch.no_grad():
+        model(tiny.prompt(300), **{cache_argument(model): cache})
+    assert all(layer.hints is None for layer in cache.layers)

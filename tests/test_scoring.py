@@ -261,3 +261,24 @@ def test_bad_input_is_refused_at_the_door(change, error, says):
     arguments = {"q_window": q, "k": k, "v": v, **change}
     with pytest.raises(error, match=says):
         decantkv.score(**arguments)
+
+
+@pytest.mark.parametrize("method", ["dropkv", "snapkv", "andpro", "caote"])
+def test_an_empty_batch_has_empty_scores(method):
+    q, k = torch.zeros(0, 4, 1, 8), torch.zeros(0, 2, 9, 8)
+    for impl in ("reference", "torch"):
+        assert decantkv.score(q, k, k, method=method, impl=impl, window=1).shape == (0, 2, 9)
+
+
+@pytest.mark.parametrize("lengths", [[0], [-3], [10], [7.5], [float("nan")]])
+def test_lengths_that_no_row_can_have(lengths):
+    q, k = torch.randn(1, 2, 2, 8), torch.randn(1, 2, 9, 8)
+    with pytest.raises((TypeError, ValueError), match="lengths: expected whole numbers from 1 to 9"):
+        decantkv.score(q, k, k, lengths=torch.tensor(lengths))
+
+
+@pytest.mark.parametrize("softcap", [float("inf"), float("nan"), 0.0, -1.0])
+def test_a_softcap_is_positive_and_finite(softcap):
+    q, k = torch.randn(1, 2, 2, 8), torch.randn(1, 2, 9, 8)
+    with pytest.raises(ValueError, match="softcap: expected"):
+        decantkv.score(q, k, k, softcap=softcap)

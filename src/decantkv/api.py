@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, get_args
 
+import torch
 from torch import Tensor
 
 from decantkv.methods import Method, resolve
@@ -56,6 +57,7 @@ def score(
         TypeError, ValueError: an argument out of its range; the message names it, what was expected and what came.
     """
     expect_choice("impl", impl, get_args(Impl))
+    _check_lengths(lengths, k)
     chosen = resolve(method, **options)
     win = make_window(
         q_window,
@@ -73,3 +75,14 @@ def score(
         rotate=rotate,
     )
     return chosen.score(win, impl=impl)
+
+
+def _check_lengths(lengths: Tensor | None, k: Tensor) -> None:
+    """Raise unless there are whole numbers of real keys, at least one per row; one wait for the host on CUDA."""
+    if not isinstance(lengths, Tensor) or not isinstance(k, Tensor) or k.dim() != 4:
+        return  # the window's own check names what is wrong
+    wanted = f"whole numbers from 1 to {k.shape[2]}"
+    if lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool:
+        raise TypeError(f"lengths: expected {wanted}, got {str(lengths.dtype).removeprefix('torch.')}")
+    if not bool(((lengths >= 1) & (lengths <= k.shape[2])).all()):
+        raise ValueError(f"lengths: expected {wanted}, got {lengths.tolist()}")

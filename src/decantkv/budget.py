@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from fractions import Fraction
 from numbers import Integral, Real
 
 from decantkv.options import Span
+
+_TEXT = re.compile(r"(\d+/\d+|[+]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,3})?)\s*(%|tokens?)?")
 
 
 @dataclass(frozen=True)
@@ -24,26 +27,51 @@ class Budget:
 
     @classmethod
     def parse(cls, budget: object) -> Budget:
-        """Read a fraction (0 < b ≤ 1, of what is kept) or a whole number of tokens.
+        """Read a fraction (0 < b ≤ 1, of what is kept) or a whole number of tokens, as a number or as text.
 
-        A float is read as the decimal it prints as, so that 0.1 of 500 is 50.
+        A float is read as the decimal it prints as, so that 0.1 of 500 is 50. Text may be "0.05", "5%", "1/20", "512"
+        or "512 tokens". 1 and "1" mean 1.0, the whole prompt; "1 token" is one token.
 
         Raises:
-            TypeError: not a number.
-            ValueError: outside the range, NaN included.
+            TypeError: neither a number nor text.
+            ValueError: outside the range, NaN included, or text that is no budget.
         """
         if isinstance(budget, Budget):
             return budget
         wanted = "a fraction in (0, 1] or a whole number of tokens to keep"
+        if isinstance(budget, str):
+            return cls._read(budget, wanted)
         if isinstance(budget, bool) or not isinstance(budget, Real):
             raise TypeError(f"budget: expected {wanted}, got {budget!r}")
         if isinstance(budget, Integral):
             if budget < 1:
                 raise ValueError(f"budget: expected {wanted}, got {budget!r}")
-            return cls(None, int(budget))
+            return cls(Fraction(1), None) if budget == 1 else cls(None, int(budget))
         if not 0 < float(budget) <= 1:  # NaN included
             raise ValueError(f"budget: expected {wanted}, got {budget!r}")
-        return cls(budget if isinstance(budget, Fraction) else Fraction(repr(float(budget))), None)
+        # `str` gives the shortest decimal of the number's own precision: 0.7 for np.float32(0.7)
+        return cls(budget if isinstance(budget, Fraction) else Fraction(str(budget)), None)
+
+    @classmethod
+    def _read(cls, text: str, wanted: str) -> Budget:
+        """The budget that a text names."""
+        found = _TEXT.fullmatch(text.strip())
+        if found is None:
+            raise ValueError(f"budget: expected {wanted}, such as 0.05, 5% or 512, got {text!r}")
+        number, unit = found.groups()
+        if unit in ("token", "tokens") and number.isdigit() and int(number) > 0:
+            return cls(None, int(number))
+        if unit in ("token", "tokens"):
+            raise ValueError(f"budget: expected a whole number of tokens, got {text!r}")
+        try:
+            share = Fraction(number) / (100 if unit == "%" else 1)
+        except ZeroDivisionError:
+            share = Fraction(0)
+        if unit is None and number.isdigit():
+            return cls.parse(int(number))
+        if not 0 < share <= 1:
+            raise ValueError(f"budget: expected {wanted}, got {text!r}")
+        return cls(share, None)
 
     @classmethod
     def of_share(cls, share: str | Fraction) -> Budget:

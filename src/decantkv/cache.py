@@ -82,7 +82,7 @@ class EvictingCache(DynamicCache):
         model: PreTrainedModel,
         method: str | Method = "dropkv",
         *,
-        budget: float | int | Budget,
+        budget: float | int | str | Budget,
         allocation: Allocation | AllocationRule | None = None,
         sinks: int | None = None,
         protect: Sequence[Span] = (),

@@ -75,6 +75,7 @@ class EvictingLayer(PromptLayer):
         if self.trail is not None:  # of all that was read, not of what early chunks left
             before = before * self.logical // keys.shape[2]
         if counts == list(held):
+            self.hints = None  # the output of a prompt that is not scored
             self.store_all()
             if seen.lengths is not None:
                 place = torch.arange(keys.shape[2], device=keys.device)

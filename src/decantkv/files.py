@@ -65,7 +65,7 @@ def settings_from_dict(saved: Mapping[str, Any]) -> Settings:
     protect: Sequence[Span] = spans
     return Settings.parse(
         METHODS[method.pop("name")](**method),
-        budget=Budget.of_share(budget) if isinstance(budget, str) else budget,
+        budget=Budget.of_share(budget) if isinstance(budget, str) else Budget(None, budget),
         allocation=kind(**rule),
         sinks=saved["sinks"],
         protect=protect,

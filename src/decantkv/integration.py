@@ -54,7 +54,7 @@ def attach(
     model: PreTrainedModel,
     method: str | Method = "dropkv",
     *,
-    budget: float | int | Budget,
+    budget: float | int | str | Budget,
     allocation: Allocation | AllocationRule | None = None,
     sinks: int | None = None,
     protect: Sequence[Span] = (),

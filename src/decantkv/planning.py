@@ -53,7 +53,7 @@ def plan(
     config: Any,
     *,
     length: int,
-    budget: float | int | Budget,
+    budget: float | int | str | Budget,
     new_tokens: int = 0,
     window: int = 8,
     dtype: torch.dtype | None = None,

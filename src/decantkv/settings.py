@@ -42,7 +42,7 @@ class Settings:
         cls,
         method: str | Method,
         *,
-        budget: float | int | Budget,
+        budget: float | int | str | Budget,
         allocation: Allocation | AllocationRule | None = None,
         sinks: int | None = None,
         protect: Sequence[Span] = (),

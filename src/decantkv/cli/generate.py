@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -18,6 +18,9 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from decantkv.cli import app
 from decantkv.context import check_context
 from decantkv.terminal import Console, write
+
+if TYPE_CHECKING:
+    from decantkv.budget import Budget
 
 
 @app.command()
@@ -264,12 +267,11 @@ def read_prompt(path: Path, question: str) -> str:
     return f"{text.rstrip()}\n\n{question}" if question else text
 
 
-def parse_budget(text: str) -> float | int:
-    """A number of tokens when written as a whole number, else a fraction."""
-    try:
-        return int(text) if text.lstrip("+-").isdigit() else float(text)
-    except ValueError:
-        raise ValueError(f"budget: expected a fraction like 0.05 or a number of tokens, got {text!r}") from None
+def parse_budget(text: str) -> Budget:
+    """The budget that a text names, as everywhere."""
+    from decantkv.budget import Budget
+
+    return Budget.parse(text)
 
 
 def parse_span(text: str) -> tuple[int, int]:

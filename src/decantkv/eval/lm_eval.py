@@ -41,7 +41,7 @@ class DecantLM(HFLM):  # type: ignore[misc]  # lm_eval ships no types
         pretrained: Any = None,
         *,
         method: str | Method = "dropkv",
-        budget: float | int | Budget = 0.1,
+        budget: float | int | str | Budget = 0.1,
         allocation: str | AllocationRule | None = None,
         sinks: int | None = None,
         **kwargs: Any,

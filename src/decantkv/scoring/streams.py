@@ -153,7 +153,7 @@ def expected_mass(win: AttentionWindow, mean: Tensor, covariance: Tensor | None,
 def _tiles(win: AttentionWindow, width: int) -> Iterator[tuple[int, int]]:
     """Spans of keys whose [B, H, T, width] float32 scratch, twice, stays within bounds."""
     per_key = 8 * win.batch * win.num_kv_heads * (width + win.k.shape[3] + win.v.shape[3])
-    length = max(16, scratch_bytes(win.k.device) // per_key)
+    length = max(16, scratch_bytes(win.k.device) // max(1, per_key))
     for start in range(0, win.kv_len, length):
         yield start, min(start + length, win.kv_len)
 

@@ -151,7 +151,7 @@ def _tile_length(win: AttentionWindow) -> int:
     if win.output_projection is not None:
         per_head += win.q.shape[1] * win.v.shape[3]
     per_key = win.batch * torch.finfo(_dtype(win)).bits // 8 * (4 * rows + per_head)
-    return min(win.kv_len, max(16, scratch_bytes(win.k.device) // per_key))
+    return min(win.kv_len, max(16, scratch_bytes(win.k.device) // max(1, per_key)))
 
 
 def _rows_of(x: Tensor, start: int, stop: int) -> Tensor:

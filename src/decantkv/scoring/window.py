@@ -209,8 +209,8 @@ def make_window(
     _check_optional("sink_logits", sink_logits, (q_window.shape[1],))
     _check_optional("out", out, (*q_window.shape[:3], v.shape[3]))
     _check_optional("lse", lse, tuple(q_window.shape[:3]))
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap: expected a positive number or None, got {softcap}")
+    if softcap is not None and not 0 < softcap < math.inf:  # NaN excluded
+        raise ValueError(f"softcap: expected a positive finite number or None, got {softcap}")
     if mask is not None:
         fits = mask.dim() == 4 and mask.shape[0] in (1, batch) and mask.shape[1:] == (1, q_window.shape[2], kv_len)
         if not fits or mask.dtype != torch.bool:

@@ -75,7 +75,7 @@ def _measure(model_name: str, prompt_file: Path, path: Path, **options: Any) -> 
         raise ValueError(f"prompt-file: expected a text file, got {prompt_file}")
     chosen = resolve(options["method"])
     number = options["budget"]
-    share = Budget.parse(float(number) if "." in number else int(number))
+    share = Budget.parse(number)
     console = Console(stderr=True, highlight=False)
     with console.status(f"loading {escape(model_name)}") as status:
         model, tokenizer = load(model_name, dtype=options["dtype"])

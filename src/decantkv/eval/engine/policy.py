@@ -79,12 +79,8 @@ def parse_policies(text: str) -> list[Policy]:
 
 
 def parse_budget(text: str) -> Budget:
-    """A share such as 0.05 (with a point) or a whole number of tokens."""
-    try:
-        number = float(text) if "." in text or "e" in text.lower() else int(text)
-    except ValueError as error:
-        raise ValueError(f"budget: expected a share such as 0.05 or a whole number of tokens, got {text!r}") from error
-    return Budget.parse(1.0 if text == "1" else number)
+    """The budget that a text names, as everywhere."""
+    return Budget.parse(text)
 
 
 def describe(policy: Policy, budget: str) -> str:
