@@ -249,7 +249,7 @@ class Contest:
         """
         free = shares.masked_fill(shares == torch.inf, -torch.inf)
         self._shares.append(free.sort(-1, descending=True).values.cpu())
-        kept = [torch.zeros(s.shape[:2], dtype=torch.int64) for s in self._shares]
+        kept = [torch.zeros(s.shape[:2], dtype=torch.int64, device="cpu") for s in self._shares]
         for row, total in enumerate(self.totals):
             width = max(s.shape[2] for s in self._shares)
             lanes = torch.cat([_widened(s[row], width) for s in self._shares])  # [layers·H, width]
@@ -259,7 +259,7 @@ class Contest:
                 kept[layer][row] = count
         self._shares = [s[..., : int(k.max())].clone() for s, k in zip(self._shares, kept, strict=True)]
         for s, k in zip(self._shares, kept, strict=True):
-            s.masked_fill_(torch.arange(s.shape[2]) >= k[..., None], -torch.inf)
+            s.masked_fill_(torch.arange(s.shape[2], device=s.device) >= k[..., None], -torch.inf)
         return kept
 
 

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
+
+from decantkv.precision import writable
 
 ROOM = 128  # slots a store or a lane gains, at least, when it must grow
 
@@ -48,6 +51,7 @@ class SlackStore:
         """
         new = keys.shape[2]
         self.make_room(new, reserve)
+        self._keys, self._values = writable(self._keys, keys), writable(self._values, values)
         end = self.length + new
         self._keys[:, :, self.length : end] = keys
         self._values[:, :, self.length : end] = values
@@ -62,7 +66,8 @@ class SlackStore:
         self._keys, self._values = self._moved(self._keys, slots), self._moved(self._values, slots)
 
     def _moved(self, x: Tensor, slots: int) -> Tensor:
-        wider = x.new_empty(*x.shape[:2], slots, x.shape[3])
+        with torch.inference_mode(False):  # it is written later, perhaps outside
+            wider = x.new_empty(*x.shape[:2], slots, x.shape[3])
         wider[:, :, : self.length] = x[:, :, : self.length]
         return wider
 

@@ -11,6 +11,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from decantkv.lse import cudnn, flash, fused_choice
+from decantkv.precision import alike
 
 LEAST_PART = 1024  # keys, or new tokens, for which cuDNN's faster attention is worth its planning
 
@@ -32,6 +33,7 @@ def attend_chunk_with_lse(
     query: Tensor, keys: Tensor, values: Tensor, *, held: Sequence[int], scale: float
 ) -> tuple[Tensor, Tensor | None]:
     """`attend_chunk`, and the natural log of its softmax denominators [B, HQ, q] float32 where they cost nothing."""
+    query, keys, values = alike(query, keys, values)
     new, kv_len = query.shape[2], keys.shape[2]
     if set(held) == {kv_len}:
         if LEAST_PART <= new < kv_len and _cudnn_attends(query, keys[:, :, -new:], values[:, :, -new:], scale=scale):

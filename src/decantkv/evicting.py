@@ -18,6 +18,7 @@ from decantkv.lse import attend_with_lse
 from decantkv.masks import PromptMask, real_tokens
 from decantkv.needs import output_projection
 from decantkv.peers import Peers
+from decantkv.precision import alike, without_autocast, writable
 from decantkv.records import LayerRecord, Recorder
 from decantkv.scoring.window import AttentionWindow, Rotate, make_window
 from decantkv.selection import Kept
@@ -80,7 +81,7 @@ class EvictingLayer(PromptLayer):
             if seen.lengths is not None:
                 place = torch.arange(keys.shape[2], device=keys.device)
                 self.valid = (place >= keys.shape[2] - to_device(held, keys.device)[:, None])[:, None]
-            kept_counts = torch.tensor(counts)[:, None].expand(-1, keys.shape[1])
+            kept_counts = torch.tensor(counts, device=keys.device)[:, None].expand(-1, keys.shape[1])
             if self.trail is not None and tuple(lengths) != tuple(held):
                 self.kept = Kept(self.trail.positions, kept_counts.to(keys.device), tuple(counts))
         else:
@@ -200,7 +201,7 @@ class EvictingLayer(PromptLayer):
         new = call.query.shape[2]
         later = real_tokens(call.mask, batch=len(self.held), kv_len=new, device=call.key.device)
         held = tuple(a + b for a, b in zip(self.held, later, strict=True))
-        return attend_chunk(call.query, call.key, call.value, held=held, scale=call.scale).transpose(1, 2)
+        return attend_chunk(call.query, call.key, call.value, held=held, scale=call.scale).transpose(1, 2).contiguous()
 
     def _attend_with_lse(self, call: AttentionCall) -> Tensor | None:
         """[B, N, HQ, Dv], and the window's share of it and of the denominators in `hints`; None: the model's own."""
@@ -261,7 +262,8 @@ class EvictingLayer(PromptLayer):
             self.held, self.own_chunks = self._held(call), True
             self.seen = PromptMask(None if set(self.held) == {call.key.shape[2]} else self.held, None)
         if self.bounds.max_kv_tokens is not None:
-            self._thin(self.bounds.max_kv_tokens)
+            with without_autocast(call.key.device):
+                self._thin(self.bounds.max_kv_tokens)
 
     def _plain(self, call: AttentionCall) -> bool:
         """Whether a first chunk's attention is one that `attend_chunk` can go on with."""
@@ -321,17 +323,18 @@ class EvictingLayer(PromptLayer):
         else:
             most = [own if own is not None else whole if whole is not None else n for n in counts]
         rows = [(self.logical - n, self.logical, limit) for n, limit in zip(lengths, most, strict=True)]
-        self.frame, self.renewed, self.recent = torch.tensor(rows), self.logical, []
+        self.frame, self.renewed, self.recent = torch.tensor(rows, device="cpu"), self.logical, []
         self._remember(call.query)
 
     def _remember(self, query: Tensor) -> None:
         """Add new queries and forget those that no window will hold again."""
         new = query[:, :, -self.rows :]
         if self.recent and self.recent[0].shape[2] == self.rows:  # in place, so that a graph can hold it
-            held = self.recent[0]
+            held = self.recent[0] = writable(self.recent[0], new)
             held.copy_(torch.cat([held[:, :, new.shape[2] :], new], 2))
         else:
-            self.recent = [torch.cat([*self.recent, new], 2)[:, :, -self.rows :].clone()]
+            with torch.inference_mode(False):
+                self.recent = [torch.cat([*self.recent, new], 2)[:, :, -self.rows :].clone()]
 
     def after_attention(self, call: AttentionCall) -> None:
         """The attention is done: decide about a prompt, or, every so many tokens, about all that is stored."""
@@ -352,12 +355,15 @@ class EvictingLayer(PromptLayer):
     @torch.no_grad()
     def renew(self, call: AttentionCall) -> None:
         """Evict from prompt and answer alike, as the last queries score them."""
-        if self.frame is None:
-            return
+        if self.frame is not None and self.recent:
+            with without_autocast(self.recent[0].device):
+                self._renew(call, self.frame)
+
+    def _renew(self, call: AttentionCall, frame: Tensor) -> None:
         keys, values, held = self._stored(call)
         batch, _, stored = keys.shape[:3]
         self.renewed = self.logical
-        starts, ends, most = self.frame.T.tolist()
+        starts, ends, most = frame.T.tolist()
         counts = [min(n, limit) for n, limit in zip(held, most, strict=True)]
         if counts == held:
             return
@@ -365,7 +371,7 @@ class EvictingLayer(PromptLayer):
         forced = trail.inside(self.settings.protect, starts) if self.settings.protect else None
         if self.bounds.protect_prompt:
             forced = trail.inside([(0, max(ends))], [0] * batch)
-        query = torch.cat(self.recent, 2)[:, :, -self.rows :]
+        query, keys, values = alike(torch.cat(self.recent, 2)[:, :, -self.rows :], keys, values)
         win = make_window(
             query, keys, values, scale=call.scale, softcap=call.softcap, sink_logits=call.sink_logits,
             lengths=None if set(held) == {stored} else to_device(held, keys.device), layer_idx=self.layer_idx,

@@ -77,7 +77,7 @@ def prompt_fingerprint(prompt: Tensor | None) -> str | None:
     """A digest of token ids, on whatever device and of whatever integer type; None of none."""
     if prompt is None:
         return None
-    ids = torch.as_tensor(prompt).to("cpu", torch.int64).contiguous()
+    ids = torch.as_tensor(prompt, device="cpu").to(torch.int64).contiguous()
     return hashlib.sha256(str(list(ids.shape)).encode() + _raw(ids)).hexdigest()
 
 

@@ -227,7 +227,7 @@ class StepGraphs:
 
         A capture that fails half-way leaves the device's random numbers and pools in doubt; this finds out before.
         """
-        ids, position = kwargs["input_ids"].clone(), kwargs["position_ids"].clone()
+        ids, position = _written(kwargs["input_ids"]), _written(kwargs["position_ids"])
         try:
             with _rehearsing(ids.device):
                 self._bare(original, kwargs, ids, position)
@@ -240,7 +240,7 @@ class StepGraphs:
 
     def _record(self, original: Forward, kwargs: dict[str, Any], place: tuple[Any, ...]) -> _Step | None:
         """Capture one step; None, and never again, where the model does something a graph cannot hold."""
-        ids, position = kwargs["input_ids"].clone(), kwargs["position_ids"].clone()
+        ids, position = _written(kwargs["input_ids"]), _written(kwargs["position_ids"])
         before = self._snapshot()
         try:
             with capturing(ids.device) as graph:
@@ -291,6 +291,12 @@ class _Step:
         for name in self._caches:
             out[name] = next(x for x in kwargs.values() if isinstance(x, Cache))
         return out
+
+
+def _written(x: Tensor) -> Tensor:
+    """A copy that may be written outside of inference mode too."""
+    with torch.inference_mode(False):
+        return x.clone()
 
 
 @functools.cache

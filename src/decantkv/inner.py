@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
+import torch
 import transformers
 from torch import Tensor
 from transformers import cache_utils
 
 from decantkv.buffers import ROOM, SlackStore
+from decantkv.precision import without_autocast, writable
 
 Inner = Literal["plain", "fp8", "static"]
 
@@ -45,7 +47,8 @@ class Fp8Store(SlackStore):
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         """Quantise; the originals are not kept."""
         self._layer: Any = cache_utils.Fp8QuantizedLayer()
-        self._layer.update(keys, values)
+        with without_autocast(keys.device):  # which knows no fp8
+            self._layer.update(keys, values)
         self.length = keys.shape[2]
 
     @property
@@ -71,9 +74,10 @@ class Fp8Store(SlackStore):
             float(scale) * self._layer.fp8_max
             for _, scale in (self._layer._quantized_keys, self._layer._quantized_values)
         ]
-        new: tuple[Tensor, Tensor] = self._layer.update(
-            keys.clamp(-limits[0], limits[0]), values.clamp(-limits[1], limits[1])
-        )
+        with without_autocast(keys.device):
+            new: tuple[Tensor, Tensor] = self._layer.update(
+                keys.clamp(-limits[0], limits[0]), values.clamp(-limits[1], limits[1])
+            )
         self.length += keys.shape[2]
         return new
 
@@ -98,8 +102,9 @@ class StaticStore(SlackStore):
 
     def __init__(self, keys: Tensor, values: Tensor, *, announced: int) -> None:
         """Copy into a layer with room for all new tokens that were announced, or a step's worth where none were."""
-        self._layer: Any = cache_utils.StaticLayer(keys.shape[2] + (announced or ROOM))
-        self._layer.update(keys, values)
+        with torch.device(keys.device):  # where it counts, whatever the default device
+            self._layer: Any = cache_utils.StaticLayer(keys.shape[2] + (announced or ROOM))
+            self._layer.update(keys, values)
         self.length = keys.shape[2]
 
     @property
@@ -130,6 +135,8 @@ class StaticStore(SlackStore):
                 f"store: expected at most {self.capacity} kept and new tokens in this static layer, got "
                 f"{self.length + keys.shape[2]}; use 'plain', which grows"
             )
+        self._layer.keys = writable(self._layer.keys, keys)
+        self._layer.values = writable(self._layer.values, values)
         end = self.length + keys.shape[2]  # where the layer itself would write depends on transformers' version
         self._layer.keys[:, :, self.length : end] = keys
         self._layer.values[:, :, self.length : end] = values

@@ -121,7 +121,7 @@ def _join_answers(target: EvictingLayer, parts: Sequence[EvictingLayer]) -> None
     frames = [(part.frame, target.logical - part.logical) for part in parts if part.frame is not None]
     if len(frames) < len(parts):
         return
-    target.frame = torch.cat([frame + torch.tensor([ahead, ahead, 0]) for frame, ahead in frames])
+    target.frame = torch.cat([frame + torch.tensor([ahead, ahead, 0], device="cpu") for frame, ahead in frames])
     recent = [torch.cat(part.recent, 2) for part in parts]
     rows = min(query.shape[2] for query in recent)
     target.recent = [torch.cat([query[:, :, query.shape[2] - rows :] for query in recent])]

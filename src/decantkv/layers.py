@@ -24,6 +24,7 @@ from decantkv.interface import AttentionCall, interrupted
 from decantkv.masks import PromptMask, hide_filler, read_prompt_mask, refit
 from decantkv.needs import output_projection
 from decantkv.options import Need
+from decantkv.precision import alike, without_autocast
 from decantkv.scoring.window import AttentionWindow, Rotate, make_window
 from decantkv.selection import FILLER, Kept
 from decantkv.transfer import to_device
@@ -215,7 +216,8 @@ class PromptLayer(CacheLayerMixin):
 
     @torch.no_grad()
     def _keep(self, call: AttentionCall, seen: PromptMask) -> None:
-        self.keep(call, seen, min(self.rows, call.query.shape[2]))
+        with without_autocast(call.key.device):
+            self.keep(call, seen, min(self.rows, call.query.shape[2]))
 
     def keep(self, call: AttentionCall, seen: PromptMask, rows: int) -> None:
         """Fill `store` (and `valid`) from the prompt."""
@@ -366,10 +368,11 @@ def window_of(
     `hints`: those rows' output [B, HQ, w, Dv] and log-sum-exp [B, HQ, w], where the attention gave them.
     """
     lengths = None if seen.lengths is None else to_device(seen.lengths, call.key.device)
+    query, key, value = alike(call.query[:, :, -rows:], call.key, call.value)
     return make_window(
-        call.query[:, :, -rows:],
-        call.key,
-        call.value,
+        query,
+        key,
+        value,
         scale=call.scale,
         lengths=lengths,
         softcap=call.softcap,

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from decantkv.precision import alike
+
 MAX_DIM = 256
 
 
@@ -19,6 +21,7 @@ def attend_with_lse(query: Tensor, key: Tensor, value: Tensor, *, scale: float) 
         The output [B, HQ, N, D] in the query's dtype and the natural log of the denominators [B, HQ, N] float32; or
         why there are none.
     """
+    query, key, value = alike(query, key, value)
     length, dim = query.shape[2:]
     if key.shape[2] != length:
         return f"{length} new tokens beside {key.shape[2] - length} older ones"

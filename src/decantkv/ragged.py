@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from decantkv.buffers import ROOM
+from decantkv.precision import without_autocast, writable
 from decantkv.selection import FILLER, Kept
 from decantkv.versions import kernels_on
 
@@ -79,6 +80,8 @@ class RaggedStore:
         new = keys.shape[2]
         if new > self.room:
             self._grow(max(new + reserve, ROOM))
+        self.keys, self.values = writable(self.keys, keys), writable(self.values, values)
+        self.lens = writable(self.lens, self.lens)
         if real is not None or not self._append_at_once(keys, values):
             self._append_each(keys, values, real)
         if real is not None:
@@ -96,8 +99,8 @@ class RaggedStore:
         flat_keys, flat_values = keys.reshape(-1, keys.shape[3]), values.reshape(-1, values.shape[3])
         if shown is not None:
             slots, flat_keys, flat_values = slots[shown], flat_keys[shown.flatten()], flat_values[shown.flatten()]
-        self.keys.index_copy_(0, slots.flatten(), flat_keys)
-        self.values.index_copy_(0, slots.flatten(), flat_values)
+        self.keys.index_copy_(0, slots.flatten(), flat_keys.to(self.keys.dtype))
+        self.values.index_copy_(0, slots.flatten(), flat_values.to(self.values.dtype))
         self.lens += new if shown is None else shown.sum(-1)
 
     def _append_at_once(self, keys: Tensor, values: Tensor) -> bool:
@@ -127,7 +130,8 @@ class RaggedStore:
         """
         kernel = kernels_on(q.device, "decode")
         if kernel is None or kernel.unsupported(q, self.keys, self.values) is not None:
-            return self._attend_in_tiles(q, scale, softcap, sink_logits)
+            with without_autocast(q.device):
+                return self._attend_in_tiles(q, scale, softcap, sink_logits)
         if self._splits is None:
             self._splits = kernel.plan(self.starts, self._capacity())
         attended: Tensor = kernel.attend(
@@ -186,6 +190,8 @@ class RaggedStore:
         place = torch.arange(keys.shape[2], device=keys.device)
         held = place >= keys.shape[2] - lens[:, None]
         slots = (self.starts[:, None] + place - (keys.shape[2] - lens)[:, None])[held]
+        self.keys, self.values = writable(self.keys, keys), writable(self.values, values)
+        self.lens = writable(self.lens, lens)
         self.keys.index_copy_(0, slots, keys.flatten(0, 1)[held])
         self.values.index_copy_(0, slots, values.flatten(0, 1)[held])
         self.lens.copy_(lens)
@@ -202,6 +208,7 @@ class RaggedStore:
                 f"crop: expected to remove at most the {self.appended} tokens after the evicted prompt, got {number}"
             )
         left = self.appended - number
+        self.lens = writable(self.lens, self.lens)
         if self.real is None or left >= self.real.shape[1]:
             self.lens -= number
         else:
@@ -348,7 +355,8 @@ class RaggedStore:
         else:
             # a lane's room is filled with whatever follows it: it is never read before it is written
             source = source.clamp_max_(self.keys.shape[0] - 1)
-            self.keys, self.values = self.keys[source], self.values[source]
+            with torch.inference_mode(False):  # they are written later, perhaps outside
+                self.keys, self.values = self.keys[source], self.values[source]
         self._layout(lens, room)
 
     def _layout(self, lens: Tensor, room: int) -> None:

@@ -73,7 +73,7 @@ class RaggedLayer(EvictingLayer):
         self._fresh = None
         self.logical += new
         out = self.lanes.attend(call.query, scale=call.scale, softcap=call.softcap, sink_logits=call.sink_logits)
-        return out.transpose(1, 2)
+        return out.transpose(1, 2).contiguous()  # some models view it
 
     def _stored(self, call: AttentionCall) -> tuple[Tensor, Tensor, list[int]]:
         """As `EvictingLayer._stored`; heads of a row hold equally many tokens where answers are evicted."""
@@ -299,7 +299,7 @@ class LayerContest:
                 f"allocation: expected layers of equal head_dim under 'layer', which trades tokens between them, got "
                 f"{width} after {self._width}; use 'ada' or 'uniform'"
             )
-        fixed = torch.tensor(order.fixed)[:, None]
+        fixed = torch.tensor(order.fixed, device="cpu")[:, None]
         counts = [fixed + won for won in self._contest.enter(order.priority)]
         for earlier, count in zip(self._layers, counts[:-1], strict=True):
             earlier.shrink(count)

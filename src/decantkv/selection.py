@@ -414,7 +414,7 @@ def _pads(lengths: Sequence[int] | None, scores: Tensor) -> Tensor:
 def _protected(fixed: list[tuple[Span, ...]], rows: list[int], scores: Tensor) -> Tensor:
     """[B, 1, N] bool: the always-kept keys; spans count from a row's first real token."""
     kv_len = scores.shape[2]
-    protected = torch.zeros(len(rows), 1, kv_len, dtype=torch.bool)
+    protected = torch.zeros(len(rows), 1, kv_len, dtype=torch.bool, device="cpu")
     for row, (spans, length) in enumerate(zip(fixed, rows, strict=True)):
         for start, stop in spans:
             protected[row, 0, kv_len - length + start : kv_len - length + stop] = True

@@ -12,7 +12,7 @@ def to_device(numbers: Sequence[int], device: torch.device) -> Tensor:
     """[len(numbers)] int64 on `device`; on CUDA through pinned memory, so that the stream goes on."""
     if device.type != "cuda":
         return torch.tensor(numbers, device=device)
-    return torch.tensor(numbers, pin_memory=True).to(device, non_blocking=True)
+    return torch.tensor(numbers, device="cpu", pin_memory=True).to(device, non_blocking=True)
 
 
 def move(x: Tensor, device: torch.device) -> Tensor:

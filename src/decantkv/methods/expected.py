@@ -74,7 +74,7 @@ def query_statistics(
 
     Positions count from a row's first real token; with `rotate`, RoPE is undone first.
     """
-    lengths = torch.full((win.batch,), win.kv_len) if win.lengths is None else win.lengths.cpu()
+    lengths = torch.full((win.batch,), win.kv_len, device="cpu") if win.lengths is None else win.lengths.cpu()
     start = (win.kv_len - lengths).to(queries.device)[:, None]
     position = torch.arange(win.kv_len, device=queries.device) - start  # [B, N]; negative at pads
     counted = (position >= first)[:, None, :, None]
@@ -102,7 +102,7 @@ def query_statistics(
 def average_rotation(win: AttentionWindow, rotate: Rotate, future: int) -> Tensor:
     """[B, D, D]: the mean over the next `future` positions of the rotation, applied to row vectors from the right."""
     width = win.k.shape[3]
-    lengths = torch.full((win.batch,), win.kv_len) if win.lengths is None else win.lengths.cpu()
+    lengths = torch.full((win.batch,), win.kv_len, device="cpu") if win.lengths is None else win.lengths.cpu()
     basis = torch.eye(width, device=win.k.device)[:, None, None]
     turns = []
     for length in lengths.tolist():

@@ -94,5 +94,5 @@ class Random(Method):
 
     def score(self, win: AttentionWindow, *, impl: Impl = "auto") -> Tensor:
         """[B, H, N] float32: uniform noise."""
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + win.layer_idx)
-        return torch.rand(win.k.shape[:3], generator=generator).to(win.k.device)
+        generator = torch.Generator(device="cpu").manual_seed(self.seed * 1_000_003 + win.layer_idx)
+        return torch.rand(win.k.shape[:3], generator=generator, device="cpu").to(win.k.device)

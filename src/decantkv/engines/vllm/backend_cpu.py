@@ -54,7 +54,7 @@ class DropKVCPUImpl(EvictingImpl, CPUAttentionBackendImpl):
             v = v_cache[blocks].permute(1, 0, 2, 3).reshape(heads, -1, width)
             k, v = k[:, : made.prompt_len], v[:, : made.prompt_len]
             slots = choose(Heads.of(self).window(queries, k, v), settings, made)[..., None].expand(-1, -1, width)
-            places = blocks[made.first_block : made.tail_block, None] * size + torch.arange(size)
+            places = blocks[made.first_block : made.tail_block, None] * size + torch.arange(size, device=blocks.device)
             ops.cpu_attn_reshape_and_cache(
                 k.gather(1, slots).transpose(0, 1).contiguous(),
                 v.gather(1, slots).transpose(0, 1).contiguous(),
