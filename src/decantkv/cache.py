@@ -22,6 +22,7 @@ from decantkv.budget import Budget
 from decantkv.door import checked_model, reads_again, text_config
 from decantkv.evicting import EvictingLayer
 from decantkv.forged import understood
+from decantkv.forwards import Watch
 from decantkv.graphs import StepGraphs
 from decantkv.inner import Inner
 from decantkv.interface import Hold
@@ -167,8 +168,8 @@ class EvictingCache(DynamicCache):
             layer.place = (place, len(evicting))
             if isinstance(layer, RaggedLayer):
                 layer.contest = contest
-        self._hold = Hold(model)
-        holds = self._hold, Following(model)
+        self._hold, self._watch = Hold(model), Watch(model)
+        holds = self._hold, self._watch, Following(model)
         for layer in evicting:
             layer.holds = holds
 

@@ -32,6 +32,7 @@ from decantkv.cache import (
     give_up,
     new_recorder,
 )
+from decantkv.forwards import Watch
 from decantkv.fused import Standin, standins
 from decantkv.generating import check_chunks, first_the_prompt, is_chunked, number_chunk, refuse_continuous_batching
 from decantkv.graphs import StepGraphs, Trust
@@ -181,7 +182,7 @@ class _Attachment:
     def __init__(self, model: PreTrainedModel) -> None:
         self.runs: list[Run] = []
         self._model = weakref.ref(model)
-        self._hold = Hold(model)
+        self._hold, self._watch = Hold(model), Watch(model)
         self._following: Following | None = Following(model)
         decoder: nn.Module = decoder_of(model)
         self._name = cache_argument(decoder)

@@ -130,6 +130,9 @@ class PromptLayer(CacheLayerMixin):
         doubled = max(0, length - new)
         return min(doubled, self.announced(new)) if self.expected else doubled
 
+    def forget_new(self) -> None:
+        """A forward failed: what it was about to store is not waited for any more."""
+
     def attend(self, call: AttentionCall) -> Tensor | None:
         """None: the model's own attention reads what `update` returned."""
         return None

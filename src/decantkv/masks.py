@@ -162,3 +162,11 @@ def hide_filler(
         hidden: Tensor = mask.masked_fill(~shown, torch.finfo(mask.dtype).min)
         return hidden
     return shown if mask is None else shown & mask[..., :kv_len]
+
+
+def padded_turn() -> ValueError:
+    """The error for pads after the prompt where answers are evicted."""
+    return ValueError(
+        "attention_mask: expected turns of equal length in all rows with every=, which evicts rows together, got pads "
+        "after the prompt; give such rows one at a time, or leave every out"
+    )

@@ -16,7 +16,7 @@ from decantkv import interface
 from decantkv.allocation import Contest
 from decantkv.evicting import EvictingLayer
 from decantkv.interface import AttentionCall, interrupted
-from decantkv.masks import PromptMask, read_prompt_mask
+from decantkv.masks import PromptMask, padded_turn, read_prompt_mask
 from decantkv.ragged import RaggedStore
 from decantkv.ranking import FILLER, highest
 from decantkv.records import storage_bytes
@@ -69,6 +69,8 @@ class RaggedLayer(EvictingLayer):
         seen = read_prompt_mask(mask, batch=batch, kv_len=new, rows=new, device=keys.device)
         if seen.window is not None:
             raise ValueError("attention_mask: expected causal attention among new tokens, got another pattern")
+        if seen.lengths is not None and self.frame is not None:
+            raise padded_turn()
         self.lanes.append(keys, values, _real(seen.lengths, new, keys.device), reserve=self.reserve(new))
         self._fresh = None
         self.logical += new
