@@ -15,7 +15,7 @@ from decantkv.chunks import attend_chunk
 from decantkv.interface import AttentionCall
 from decantkv.layers import PromptLayer, gather_kv, valid_slots, window_of
 from decantkv.lse import attend_with_lse
-from decantkv.masks import PromptMask, real_tokens
+from decantkv.masks import PromptMask, read_prompt_mask, real_tokens
 from decantkv.needs import output_projection
 from decantkv.peers import Peers
 from decantkv.precision import alike, without_autocast, writable
@@ -200,8 +200,18 @@ class EvictingLayer(PromptLayer):
             return self._attend_with_lse(call) if self.bounds.reuse_lse and self.prompt is not None else None
         new = call.query.shape[2]
         later = real_tokens(call.mask, batch=len(self.held), kv_len=new, device=call.key.device)
+        if 0 not in later and self._pattern(call, new):
+            raise ValueError(
+                "attention_mask: expected causal attention inside a prompt's later chunks where layers attend for "
+                "themselves, got another pattern, as images have; use decode='model', or read the prompt in one piece"
+            )
         held = tuple(a + b for a, b in zip(self.held, later, strict=True))
         return attend_chunk(call.query, call.key, call.value, held=held, scale=call.scale).transpose(1, 2).contiguous()
+
+    def _pattern(self, call: AttentionCall, new: int) -> bool:
+        """Whether a chunk's tokens see one another in another way than causally."""
+        batch, device = call.key.shape[0], call.key.device
+        return read_prompt_mask(call.mask, batch=batch, kv_len=new, rows=new, device=device).window is not None
 
     def _attend_with_lse(self, call: AttentionCall) -> Tensor | None:
         """[B, N, HQ, Dv], and the window's share of it and of the denominators in `hints`; None: the model's own."""
@@ -267,7 +277,7 @@ class EvictingLayer(PromptLayer):
 
     def _plain(self, call: AttentionCall) -> bool:
         """Whether a first chunk's attention is one that `attend_chunk` can go on with."""
-        if call.backend != "sdpa" or call.softcap is not None or call.sink_logits is not None:
+        if call.backend != "sdpa" or call.softcap is not None or call.sink_logits is not None or not call.causal:
             return False
         return 0 in self._held(call) or self._read_mask(call, min(self.rows, call.query.shape[2])).window is None
 
