@@ -192,6 +192,16 @@ def test_protected_tokens_and_sinks_outlive_every_round(allocation):
             assert kept.sum() == 2 * 25
 
 
+@pytest.mark.parametrize("allocation", ["ada-kvpress", "ada", "heads", "pyramid", "shared", "uniform"])
+def test_protected_tokens_come_before_a_methods_first_stage_under_every_allocation(allocation):
+    model, ids = tiny.llama(), tiny.prompt(40)
+    settings = {"budget": 0.2, "window": 3, "protect": [(30, 36)], "allocation": allocation}
+    cache = decantkv.EvictingCache(model, "defensivekv", **settings, prefill_chunk=8, max_kv_tokens=24)
+    in_chunks(model, cache, {"input_ids": ids}, 8)
+    for layer in cache.layers:
+        assert layer.kept.mask(40)[..., [*range(30, 36), 37, 38, 39]].all()
+
+
 def test_a_pyramid_never_gives_a_layer_less_than_what_is_protected():
     model, inputs = tiny.llama(), tiny.left_padded([tiny.prompt(130, seed=1), tiny.prompt(101, seed=2)])
     settings = {"budget": 16, "sinks": 2, "protect": [(10, 15)], "allocation": "pyramid"}

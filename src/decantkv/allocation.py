@@ -130,7 +130,7 @@ class AdaKvpress(AllocationRule):
         alpha, heads = _exact(self.alpha), _heads(priority, peers)
         safe = [max(int(alpha * number), always) for number, always in zip(n_keep, fixed, strict=True)]
         own = torch.tensor(safe, device=priority.device)[:, None].expand(priority.shape[:2])
-        lifted = keep_highest(priority, by=priority, counts=own)
+        lifted = keep_highest(priority, by=priority, counts=own, to=torch.inf)  # a method's first stage is lifted too
         return _own(wins_of_rows(lifted, [number * heads for number in n_keep], peers), peers)
 
 

@@ -34,16 +34,17 @@ def highest(priority: Tensor, counts: Tensor, most: int) -> Tensor:
     return order.masked_fill(surplus, FILLER).sort(-1).values
 
 
-def keep_highest(scores: Tensor, *, by: Tensor, counts: Tensor) -> Tensor:
+def keep_highest(scores: Tensor, *, by: Tensor, counts: Tensor, to: float | None = None) -> Tensor:
     """`scores` with the `counts[b, h]` highest keys of `by` lifted above all others that are `bounded`.
 
     Args:
         scores, by: [B, H, N], `by` without NaN. counts: [B, H] int64.
+        to: what they are lifted to; None: what is above all that is `bounded`.
     """
     order = torch.sort(by, dim=-1, descending=True, stable=True).indices
     chosen = torch.arange(by.shape[-1], device=by.device) < counts[..., None]
     chosen = torch.zeros_like(chosen).scatter(-1, order, chosen)
-    return scores.masked_fill(chosen, torch.finfo(scores.dtype).max / 2)
+    return scores.masked_fill(chosen, torch.finfo(scores.dtype).max / 2 if to is None else to)
 
 
 def wins(priority: Tensor, total: int) -> Tensor:
