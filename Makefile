@@ -17,7 +17,7 @@ PYTEST := OMP_NUM_THREADS=1 DECANTKV_CACHE=$(CACHE) DECANTKV_TEST_MODEL=$(MODEL)
 # which quarter of the architectures this day's tests sweep; `make test SWEEP_QUARTER=2` repeats one
 SWEEP_QUARTER ?= $(shell expr $$(date -u +%j) % 4)
 
-.PHONY: demo test sweep lint test-gpu test-oldest test-matrix test-kvpress test-vllm model clean
+.PHONY: demo test sweep lint test-gpu test-oldest test-matrix fuzz test-kvpress test-vllm model clean
 
 demo: $(VENV)/.demo $(MODEL)  ## ask for a planted fact with 100 % and with 10 % of the cache
 	DECANTKV_CACHE=$(CACHE) $(BIN)/python demo/demo.py $(MODEL)
@@ -28,6 +28,10 @@ test: $(VENV)/.dev $(MODEL) lint  ## everything that needs no GPU
 
 sweep: $(VENV)/.dev  ## every architecture of transformers in ten settings: results/matrix/sweep.jsonl, about ten minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.sweep
+
+# one batch of seeds again: make fuzz FUZZ="--seed 7 --sequences 100"
+fuzz: $(VENV)/.dev  ## an hour of random sequences of calls, each judged by the full cache; the seeds are printed
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz.run $(FUZZ)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
