@@ -10,7 +10,7 @@ import transformers
 from transformers import DynamicCache
 
 import decantkv
-from decantkv.cache import EvictingLayer, cache_argument
+from decantkv.cache import EvictingLayer, cache_argument, is_full
 from decantkv.interface import UnsupportedModelError
 from decantkv.needs import decoder_of
 from tests import tiny
@@ -314,3 +314,13 @@ def test_an_encoders_keys_given_to_a_lone_decoder_are_refused():
         model(tiny.prompt(20), use_cache=True)
         with pytest.raises(ValueError, match="encoder_hidden_states: expected none beside attach"):
             model(tiny.prompt(20), encoder_hidden_states=torch.zeros(1, 9, 32), use_cache=True)
+
+
+@pytest.mark.skipif(not at_least("5.24"), reason="has no such layers")
+def test_a_wide_window_beside_a_linear_layers_state_is_left_to_transformers():
+    """Replaced by a layer of ours, the state that the model keeps in it would have no home."""
+    kinds = {"layer_types": ["hybrid_sliding", "hybrid"], "num_hidden_layers": 2}
+    config = transformers.InklingTextConfig(sliding_window_size=512, max_position_embeddings=512, **kinds)
+    layers = DynamicCache(config=config).layers
+    assert layers[0].sliding_window >= config.max_position_embeddings
+    assert not any(is_full(layer, config) for layer in layers)

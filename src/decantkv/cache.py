@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from decantkv import files, identity, interface
 from decantkv.allocation import AllocationRule, Shared
@@ -398,6 +398,10 @@ def is_full(layer: CacheLayerMixin, config: Any) -> bool:
     """Whether transformers' layer keeps every token: full attention, or a window as long as the model's context."""
     if type(layer) is DynamicLayer:
         return True
+    if (
+        type(layer) is not DynamicSlidingWindowLayer
+    ):  # a window beside a linear layer's state, which ours would not hold
+        return False
     window, context = getattr(layer, "sliding_window", None), getattr(config, "max_position_embeddings", None)
     return isinstance(window, int) and isinstance(context, int) and window >= context
 

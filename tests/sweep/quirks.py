@@ -97,6 +97,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"global_head_dim": 16, "num_hidden_layers": 4, "num_kv_shared_layers": 2,
          "layer_types": ["sliding_attention", "full_attention"] * 2},
     ),
+    "InklingForCausalLM with wide windows": ("InklingForCausalLM", {"sliding_window_size": 512}),
     "BertLMHeadModel, an encoder": ("BertLMHeadModel", {}),
 }  # fmt: skip
 

@@ -17,14 +17,15 @@ SIZES: dict[int, str] = {
         dense_intermediate_size intermediate_size_mlp projector_hidden_size""",
     32: """moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size shared_intermediate_size
         moe_shared_expert_intermediate_size mlp_hidden_size image_size img_size
-        sliding_window attention_chunk_size local_attention window_size""",
+        sliding_window sliding_window_size attention_chunk_size local_attention window_size""",
     24: "q_lora_rank",
     20: "kv_lora_rank o_lora_rank",  # no head's width, so that latents are never taken for keys
     16: """head_dim attention_head_dim kv_channels d_kv global_head_dim swa_head_dim v_head_dim swa_v_head_dim
         qk_head_dim index_n_heads index_head_dim index_topk num_mel_bins n_mels feature_size mamba_d_state
-        ssm_state_size state_size linear_key_head_dim linear_value_head_dim linear_head_dim""",
-    8: """qk_rope_head_dim qk_nope_head_dim rotary_dim hidden_size_per_layer_input laurel_rank patch_size
-        temporal_patch_size""",
+        ssm_state_size state_size linear_key_head_dim linear_value_head_dim linear_head_dim
+        mamba_head_dim chunk_size mamba_chunk_size""",
+    8: """mamba_num_heads qk_rope_head_dim qk_nope_head_dim rotary_dim hidden_size_per_layer_input laurel_rank
+        patch_size temporal_patch_size""",
     # all experts are active: a choice among them turns on the last digits
     4: """num_experts num_local_experts n_routed_experts moe_num_experts num_routed_experts num_experts_per_tok
         num_experts_per_token top_k_experts moe_topk moe_k linear_num_key_heads linear_num_value_heads
