@@ -6,13 +6,14 @@ import json
 
 import pytest
 import torch
+import transformers
 from transformers import AutoConfig, DynamicCache, Gemma3TextConfig, LlamaConfig, Phi3Config
 
 import decantkv
 from decantkv.cli import main
 from decantkv.planning import parse_memory, plan
 from tests import tiny
-from tests.families import build
+from tests.families import at_least, build
 from tests.judge import logits_with
 
 PHI3_MINI = {  # microsoft/Phi-3-mini-128k-instruct
@@ -104,3 +105,18 @@ def test_the_command(capsys, tmp_path):
             main([*base, *extra])
         assert stop.value.code == 2
         assert says in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not at_least("5.24"), reason="no layers that differ in their numbers")
+def test_layers_of_unequal_width_are_counted_one_by_one():
+    config = transformers.Gemma4TextConfig(
+        **{**tiny.BASE, "num_hidden_layers": 3, "head_dim": 16, "global_head_dim": 32, "sliding_window": 32},
+        layer_types=["sliding_attention", "full_attention", "full_attention"],
+        hidden_size_per_layer_input=0,
+    )
+    made = plan(config, length=120, budget=0.2, dtype=torch.float32)
+    assert made.bytes_kept == 2 * 4 * (2 * 16 * 32 + 2 * 2 * 32 * 24)
+    torch.manual_seed(0)
+    model = transformers.Gemma4ForCausalLM(config).eval()
+    with pytest.raises(ValueError, match="method: expected rotary positions that add up"):
+        decantkv.EvictingCache(model, method="expected-attention", budget=0.5)

@@ -29,7 +29,7 @@ from decantkv.interface import Hold
 from decantkv.joining import join
 from decantkv.layers import PromptLayer, gather, window_of
 from decantkv.methods import Method
-from decantkv.needs import cache_argument, device_of, rotation
+from decantkv.needs import cache_argument, device_of, layer_config, rotation
 from decantkv.options import Allocation, Impl, Span
 from decantkv.peers import Peers
 from decantkv.ragged_layers import LayerContest, RaggedLayer
@@ -144,7 +144,8 @@ class EvictingCache(DynamicCache):
         if twice or again:  # attention calls that no layer sees read what is stored, under the model's own mask
             bounds = self.bounds = dataclasses.replace(bounds, decode="model")
         # a latent serves all heads; before 5.17 transformers stored expanded heads, for which the same set is kept
-        shared = twice or getattr(config, "kv_lora_rank", None) is not None
+        latents = (getattr(layer_config(config, i), "kv_lora_rank", None) for i in range(config.num_hidden_layers))
+        shared = twice or any(rank is not None for rank in latents)
         if shared and settings.allocation.ragged:
             raise must_share(settings.allocation.name)
         peers = Peers.of(model)

@@ -168,6 +168,11 @@ def rotation(model: Any) -> Rotate:
     return rotate
 
 
+def layer_config(config: Any, layer_idx: int) -> Any:
+    """The configuration of one layer: the model's own, unless its layers differ in the numbers they are made of."""
+    return config.per_layer_config[layer_idx] if getattr(config, "is_heterogeneous", False) else config
+
+
 def decoder_of(model: Any) -> Any:
     """Return the innermost part of a model that reads tokens into a cache; the model itself where no part is one.
 
@@ -218,6 +223,8 @@ def _rotation(embed: nn.Module, apply: Callable[..., Any]) -> Rotate:
 def _adds_up(rotate: Rotate, model: Any) -> bool:
     """Whether R(3)R(−8)x = R(−5)x, R(0)x = x and R(7)x ≠ x on a vector of the model's head width."""
     config = model.config.get_text_config(decoder=True)
+    kinds = getattr(config, "layer_types", None) or ()
+    config = layer_config(config, list(kinds).index("full_attention") if "full_attention" in kinds else 0)
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     device = next((x.device for x in model.parameters() if not x.is_meta), torch.device("cpu"))
     x = torch.linspace(-1, 1, width, device=device).expand(1, 1, 2, width)

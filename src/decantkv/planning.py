@@ -13,6 +13,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from decantkv.budget import Budget, count, fixed_spans
 from decantkv.cache import is_full
+from decantkv.needs import layer_config
 from decantkv.options import reason_of
 
 GPUS = {"h200": 141e9, "h100": 80e9, "a100": 80e9, "a100-40gb": 40e9, "l40s": 48e9, "rtx4090": 24e9, "t4": 16e9}
@@ -81,14 +82,14 @@ def plan(
     n_keep = parsed.n_keep(length, count(fixed_spans(length, window=window, sinks=0, protect=())))
     full, kept, one = 0, 0, 0
     cache_layers = DynamicCache(config=text).layers or [DynamicLayer() for _ in range(text.num_hidden_layers)]
-    per_token = _bytes_per_token(text, kind)
     evicting = 0
-    for layer in cache_layers:
+    for i, layer in enumerate(cache_layers):
+        per_token = _bytes_per_token(layer_config(text, i), kind)
         if is_full(layer, text):
             evicting += 1
             full += per_token * (length + new_tokens)
             kept += per_token * (n_keep + new_tokens)
-            one = per_token * (length - n_keep)
+            one = max(one, per_token * (length - n_keep))
         else:
             limit = getattr(layer, "max_cache_len", None) or getattr(layer, "sliding_window", None)
             tokens = min(length + new_tokens, int(limit)) if limit is not None else 0
