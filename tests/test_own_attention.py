@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 
 import decantkv
 from decantkv.cache import cache_argument
 from decantkv.chunks import attend_chunk
 from tests import tiny
-from tests.families import build
+from tests.families import at_least, build
 from tests.judge import evicted_and_judged, logits_with
 from tests.test_bounded import CAP, answers, in_chunks, step
 
@@ -110,3 +111,23 @@ def test_models_whose_heads_share_a_latent_leave_it_to_the_model():
     evicted, judged, cache = evicted_and_judged(model, {"input_ids": tiny.prompt(80)}, STEPS[:2], budget=0.3, **OWN)
     torch.testing.assert_close(evicted, judged, rtol=0, atol=2e-5)
     assert all(getattr(layer, "lanes", None) is None for layer in cache.layers)
+
+
+def encoder():
+    """BERT as transformers builds it by default: tokens see what comes after them too."""
+    torch.manual_seed(0)
+    config = transformers.BertConfig(**{**tiny.BASE, "is_decoder": False})
+    return tiny.sharpen(transformers.BertLMHeadModel(config), "sdpa")
+
+
+@pytest.mark.skipif(not at_least("5.12"), reason="its attention passes the cache by")
+def test_attention_that_is_not_causal_stays_with_the_model():
+    model, ids = encoder(), {"input_ids": tiny.prompt(60)}
+    steps = [torch.tensor([[7]]), torch.tensor([[3, 5, 9]]), torch.tensor([[2]])]
+    untouched = logits_with(model, transformers.DynamicCache(config=model.config), ids, steps)
+    whole = logits_with(model, decantkv.EvictingCache(model, budget=1.0, decode="own"), ids, steps)
+    torch.testing.assert_close(whole, untouched)
+    evicted, judged, _ = evicted_and_judged(model, ids, steps, budget=0.2, decode="own")
+    torch.testing.assert_close(evicted, judged, rtol=0, atol=1e-5)
+    with pytest.raises(ValueError, match="attention_mask: expected causal attention among new tokens"):
+        logits_with(model, decantkv.EvictingCache(model, budget=0.2, allocation="heads"), ids, steps)

@@ -67,7 +67,7 @@ class RaggedLayer(EvictingLayer):
         batch, new = keys.shape[0], keys.shape[2]
         mask = None if self.unmasked else call.mask
         seen = read_prompt_mask(mask, batch=batch, kv_len=new, rows=new, device=keys.device)
-        if seen.window is not None:
+        if seen.window is not None or (new > 1 and mask is None and not call.causal):
             raise ValueError("attention_mask: expected causal attention among new tokens, got another pattern")
         if seen.lengths is not None and self.frame is not None:
             raise padded_turn()
@@ -119,7 +119,7 @@ class RaggedLayer(EvictingLayer):
         """Score, select, compact, and from then on attend to what is stored without the model's masks."""
         super().keep(call, seen, rows)
         same_heads = self.prompt is not None and call.key.shape[1] == self.prompt[0].shape[1]
-        if same_heads and not self.attends_twice and self.bounds.own(call.key.device):
+        if same_heads and call.causal and not self.attends_twice and self.bounds.own(call.key.device):
             self.attend_alone()
 
     def attend_alone(self) -> None:
