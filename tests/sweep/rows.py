@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from decantkv.cache import EvictingCache
+from decantkv.circumstances import commit
 from tests.sweep.architectures import Built, NotBuilt, build
 from tests.sweep.settings import SETTINGS, Verdict, describe, is_refusal, judge, untouched_logits
 
@@ -20,11 +22,16 @@ def rows_of(name: str) -> list[dict[str, Any]]:
         verdicts = judge_all(build(name))
     except NotBuilt as error:
         verdicts = dict.fromkeys(SETTINGS, Verdict(f"not built: {error}"))
-    versions = {"transformers": transformers.__version__, "torch": torch.__version__}
+    versions = {"transformers": transformers.__version__, "torch": torch.__version__, "commit": _commit()}
     return [
         {"architecture": name, "setting": label, "outcome": v.outcome, "difference": v.difference, **versions}
         for label, v in verdicts.items()
     ]
+
+
+@functools.cache
+def _commit() -> str | None:
+    return commit(mark=True)
 
 
 def judge_all(built: Built) -> dict[str, Verdict]:
