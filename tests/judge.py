@@ -64,17 +64,19 @@ def hiding(model: PreTrainedModel, kept: dict[int, Tensor]) -> Iterator[None]:
     else:
         homes = [(interface._global_mapping, backend)]
     before = [home[name] for home, name in homes]
-    filled: list[int] = []  # the cache layer that an attention call reads: some models run one module for several
+    filled: list[tuple[Tensor, int]] = []  # keys and their cache layer: some models run one module for several
 
     def update(cache: DynamicCache, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kw: Any) -> Any:
-        filled[:] = [layer_idx]
-        return fill(cache, keys, values, layer_idx, *args, **kw)
+        read = fill(cache, keys, values, layer_idx, *args, **kw)
+        filled.append((read[0], layer_idx))
+        return read
 
     def wrap(original: Any) -> Any:
         def attention(
             module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, *args: Any, **kw: Any
         ) -> Any:
-            layer = filled[0] if filled else None
+            latest = filled[-1][1] if filled else None  # also where heads are made from what is stored
+            layer = next((i for keys, i in filled if keys is key), latest)
             new = query.shape[2]
             if layer not in kept or key.shape[2] <= kept[layer].shape[2] or kw.get("sliding_window"):
                 return original(module, query, key, value, attention_mask, *args, **kw)
