@@ -183,17 +183,10 @@ class EvictingCache(DynamicCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """As transformers' own; forwards without a mask end here under other adapters.
-
-        Raises:
-            ValueError: the forward before this one ended between two layers, of which the first ones went on alone.
-        """
+        """As transformers' own; forwards without a mask end here under other adapters."""
         layer = self.layers[layer_idx]
-        first = isinstance(layer, EvictingLayer) and layer.place[0] == 0
-        if first:
+        if isinstance(layer, EvictingLayer) and layer.place[0] == 0:
             check_adapters(self)
-        if first or layer_idx == 0:
-            _check_whole(self.layers if layer_idx == 0 else [x for x in self.layers if isinstance(x, EvictingLayer)])
         read: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         return read
 
@@ -337,17 +330,6 @@ def _restored_on_error(layers: list[CacheLayerMixin]) -> Iterator[list[CacheLaye
         for layer, attributes in zip(layers, before, strict=True):
             vars(layer).update(attributes)
         raise
-
-
-def _check_whole(layers: Sequence[CacheLayerMixin]) -> None:
-    """Raise where those of the layers that count their tokens have seen unequally many."""
-    seen = [getattr(layer, "logical", getattr(layer, "cumulative_length", None)) for layer in layers]
-    lengths = sorted({n for n in seen if isinstance(n, int)})
-    if len(lengths) > 1:
-        raise ValueError(
-            f"cache: expected one whose last forward came to its end, got layers of {', '.join(map(str, lengths))} "
-            f"tokens; reset() it, take the rest back with crop({lengths[0]}), or make a new one"
-        )
 
 
 def new_recorder(settings: Settings, bounds: Bounds = UNBOUNDED) -> Recorder:
