@@ -16,6 +16,7 @@ LAYERS = [
     {
         "options",
         "writing",
+        "json_lines",
         "precision",
         "transfer",
         "buffers",

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from decantkv import json_lines
 from decantkv.bench.rows import Row
 
 
@@ -59,22 +60,14 @@ def _text(value: object) -> str:
 
 
 def resume(out: Path | None) -> list[Row]:
-    """The rows of a file; a last line that was cut short is dropped from it."""
-    if out is None or not out.exists():
-        return []
-    text = out.read_text()
-    whole = text[: text.rfind("\n") + 1]
-    if whole != text:
-        out.write_text(whole)
-    return [json.loads(line) for line in whole.splitlines() if line]
+    """The rows of a file that others may be adding to."""
+    return json_lines.read(out) if out is not None and out.exists() else []
 
 
 def append(out: Path | None, row: Row) -> None:
     """Add a row to a file."""
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with out.open("a") as file:
-            file.write(json.dumps(row, sort_keys=True) + "\n")
+        json_lines.append(out, [row])
 
 
 def attempt(work: Callable[[], Row]) -> Row | None:

@@ -11,7 +11,8 @@ import torch
 import typer
 from rich.table import Table
 
-from decantkv.bench.rows import Row, read, write
+from decantkv.bench.rows import Row
+from decantkv.json_lines import read, write
 from decantkv.options import Impl, expect_choice
 from decantkv.terminal import Console
 
@@ -188,7 +189,7 @@ def while_green(rows: Iterable[Row], out: Path | None = None) -> list[Row]:
         for row in rows:
             made.append(row)
             if out is not None:
-                write(out, made)
+                write(out, made, sort_keys=True)
     except RedGateError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from error

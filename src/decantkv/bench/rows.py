@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
-from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,14 +22,3 @@ def circumstances() -> Row:
         "command": command(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
-
-
-def write(path: Path, rows: Iterable[Row]) -> None:
-    """One JSON object a line."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row, sort_keys=True) + "\n" for row in rows))
-
-
-def read(path: Path) -> list[Row]:
-    """What `write` wrote."""
-    return [json.loads(line) for line in path.read_text().splitlines() if line]

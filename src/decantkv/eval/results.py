@@ -9,11 +9,17 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from filelock import FileLock
+from decantkv import json_lines
+from decantkv.writing import write_whole as _write_bytes
 
-ROWS, RUN, LOCK = "rows.jsonl", "run.json", ".lock"
+try:
+    import fcntl
+except ImportError:  # no such locks: two runs may measure the same prompt, of which the first row counts
+    fcntl = None  # type: ignore[assignment]
+
+ROWS, RUN, CLAIMS = "rows.jsonl", "run.json", ".claims"
 Configuration = Mapping[str, Any]
 
 
@@ -43,7 +49,8 @@ class Store:
     """The rows of one configuration in one folder, open for more.
 
     `run.json` holds the configuration and, per session, its circumstances; `rows.jsonl` one line per prompt and one
-    per answer. Several processes may have it open and write in turn.
+    per answer. Several processes may have it open, write in turn and share the prompts between them (`claim`); the
+    folder may be packed and joined meanwhile, since every writer opens the rows under the folder's lock.
     """
 
     def __init__(self, folder: Path, configuration: Configuration, circumstances: Mapping[str, Any] | None) -> None:
@@ -56,47 +63,96 @@ class Store:
         self.name = digest(configuration)
         self.done: set[Cell] = set()
         self.prompts: set[str] = set()
-        folder.mkdir(parents=True, exist_ok=True)
-        self._alone = FileLock(folder / LOCK)
-        with self._alone:
+        self.circumstances: dict[str, Any] = {}
+        self._size = self._lines = 0  # of the rows that are noted
+        with json_lines.alone(folder):
             if not self._sessions():
                 self._write_run([])
             _unpack(folder)
-            _drop_torn_line(folder / ROWS)
-            if (folder / ROWS).exists():
-                for row in read_rows(folder / ROWS, config=self.name):
-                    self._note(row)
-            self._file: TextIO = (folder / ROWS).open("a", encoding="utf-8")
+            json_lines.add(folder / ROWS, [])
+            self._catch_up()
+        self._claims: int | None = None
+        if fcntl is not None:
+            self._claims = os.open(folder / CLAIMS, os.O_RDWR | os.O_CREAT, 0o666)
         if circumstances is not None:
             self.begin(circumstances)
 
     def begin(self, circumstances: Mapping[str, Any]) -> None:
         """The rows that follow are made under these circumstances: a session, which processes of one run share."""
-        with self._alone:
+        with json_lines.alone(self.folder):
             sessions = self._sessions()
             if circumstances not in sessions:
                 sessions.append(dict(circumstances))
                 self._write_run(sessions)
-            self.session = sessions.index(circumstances)
+            self.session, self.circumstances = sessions.index(circumstances), dict(circumstances)
 
     def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Write rows and make sure they are on disk."""
-        made = [{"config": self.name, "session": self.session, **row} for row in rows]
-        with self._alone:
-            for row in made:
-                self._file.write(json.dumps(row, ensure_ascii=False, separators=(",", ":")) + "\n")
-            self._file.flush()
-            os.fsync(self._file.fileno())
-        for row in made:
-            self._note(row)
+        """Write rows and make sure they are on disk; a row whose place another process took meanwhile stays out.
+
+        Raises:
+            ValueError: the folder is not the one that was opened any more, or cannot be written.
+        """
+        wanted = list(rows)
+        with json_lines.alone(self.folder):
+            self._expect_own_folder()
+            _unpack(self.folder)
+            self._catch_up()
+            made = [{"config": self.name, "session": self.session, **row} for row in wanted if not self.holds(row)]
+            json_lines.add(self.folder / ROWS, [_line_of(row) for row in made])
+            self._catch_up()
+
+    def claim(self, prompt: str) -> bool:
+        """Whether this process may measure a prompt: no other one does. What others have finished is noted.
+
+        The claim lasts until `release` or `close`, and no longer than the process, however that ends.
+        """
+        if self._claims is not None:
+            try:
+                fcntl.lockf(self._claims, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _claimed_byte(prompt))
+            except (BlockingIOError, PermissionError):
+                return False
+        if (self.folder / ROWS).is_file() and (self.folder / ROWS).stat().st_size == self._size:
+            return True
+        with json_lines.alone(self.folder):
+            self._expect_own_folder()
+            _unpack(self.folder)
+            self._catch_up()
+        return True
+
+    def release(self, prompt: str) -> None:
+        """Leave a prompt to others."""
+        if self._claims is not None:
+            fcntl.lockf(self._claims, fcntl.LOCK_UN, 1, _claimed_byte(prompt))
 
     def holds(self, row: Mapping[str, Any]) -> bool:
         """Whether the row's place is taken."""
         return row["prompt"] in self.prompts if row["row"] == "prompt" else cell_of(row) in self.done
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Give all claims back."""
+        if self._claims is not None:
+            os.close(self._claims)
+            self._claims = None
+
+    def _catch_up(self) -> None:
+        """Note the rows that were written since the last look; the folder's lock is held."""
+        file = self.folder / ROWS
+        if not file.is_file() or json_lines.add(file, []) < self._size:
+            raise ValueError(f"results: expected the rows of {file} to stay while they are added to, got fewer")
+        with file.open("rb") as handle:
+            handle.seek(self._size)
+            for number, line in enumerate(handle, start=self._lines + 1):
+                if line.strip():
+                    self._note(_checked(json_lines.parse(line, file, number), file, number, self.name))
+                self._lines = number
+                self._size += len(line)
+
+    def _expect_own_folder(self) -> None:
+        sessions = self._sessions()
+        if len(sessions) <= self.session or sessions[self.session] != json.loads(json.dumps(self.circumstances)):
+            raise ValueError(
+                f"results: expected the folder that this run began in at {str(self.folder)!r}, got none or another one"
+            )
 
     def _sessions(self) -> list[Any]:
         """What the folder's `run.json` says now."""
@@ -117,35 +173,53 @@ class Store:
             self.done.add(cell_of(row))
 
 
+def _claimed_byte(prompt: str) -> int:
+    """The place in the file of claims that stands for a prompt."""
+    return int.from_bytes(hashlib.sha256(prompt.encode()).digest()[:7], "big")
+
+
+def _line_of(row: Mapping[str, Any]) -> bytes:
+    return json_lines.line_of(row, ensure_ascii=False, separators=(",", ":"))
+
+
 def cell_of(row: Mapping[str, Any]) -> Cell:
     """The place of an answer's row."""
     return Cell(row["prompt"], row["regime"], row["policy"], row["budget"])
 
 
+_TEXTS = ("config", "prompt", "regime", "policy", "budget", "task", "answer")
+_NUMBERS = ("length", "tokens", "kv_bytes", "score", "nll", "kl", "top1", "kept", "bytes", "new_tokens")
+
+
 def read_rows(file: Path, *, config: str | None = None) -> Iterator[dict[str, Any]]:
-    """The rows of a file, .gz understood.
+    """The rows of a file, .gz understood; a last line that a killed process left torn is left out.
 
     Raises:
         ValueError: a line that is no row (it is named), or one of another configuration than `config`.
     """
-    with gzip.open(file, "rt", encoding="utf-8") if file.suffix == ".gz" else file.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            try:
-                row = json.loads(line)
-                if row["row"] == "answer":
-                    cell_of(row)
-                known = row["row"] in ("prompt", "answer") and "prompt" in row
-            except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(
-                    f"results: {file} line {number}: expected a row of results, got {line[:80]!r}"
-                ) from error
-            if not known:
-                raise ValueError(f"results: {file} line {number}: expected a prompt or an answer, got {line[:80]!r}")
-            if config is not None and row["config"] != config:
-                raise ValueError(
-                    f"results: {file} line {number}: expected rows of configuration {config}, got {row['config']}"
-                )
-            yield row
+    for number, line in json_lines.lines(file):
+        if not json_lines.is_torn(line):
+            yield _checked(json_lines.parse(line, file, number), file, number, config)
+
+
+def _checked(row: dict[str, Any], file: Path, number: int, config: str | None) -> dict[str, Any]:
+    """The row, if it is one of results and of that configuration."""
+    needed = {"prompt": ("prompt",), "answer": ("prompt", "regime", "policy", "budget")}.get(str(row.get("row")))
+    if needed is None:
+        problem = f"a prompt or an answer, got row {row.get('row')!r:.80}"
+    elif missing := [name for name in (*needed, *(() if config is None else ("config", "session"))) if name not in row]:
+        problem = f"an entry {missing[0]!r}, got none"
+    elif wrong := [name for name in _TEXTS if not isinstance(row.get(name, ""), str)]:
+        problem = f"text as {wrong[0]!r}, got {row[wrong[0]]!r:.80}"
+    elif wrong := [name for name in _NUMBERS if type(row.get(name, 0)) not in (int, float)]:
+        problem = f"a number as {wrong[0]!r}, got {row[wrong[0]]!r:.80}"
+    elif type(row.get("session", 0)) is not int or row.get("session", 0) < 0:
+        problem = f"a session's number, got {row['session']!r:.80}"
+    elif config is not None and row["config"] != config:
+        problem = f"rows of configuration {config}, got {row['config']}"
+    else:
+        return row
+    raise ValueError(f"{json_lines.place(file, number)}: expected {problem}")
 
 
 def read_folder(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -155,11 +229,38 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         ValueError: not a folder of results, a broken line, or rows of more than one configuration.
     """
     run = _read_run(folder)
-    file = next((file for file in (folder / ROWS, folder / f"{ROWS}.gz") if file.is_file()), None)
-    if run is None or file is None:
-        raise ValueError(f"results: expected {RUN} and {ROWS} (or {ROWS}.gz) in {str(folder)!r}, got no such files")
-    name = digest(run["configuration"])
-    return run, list(read_rows(file, config=name))
+    for name in (ROWS, f"{ROWS}.gz", ROWS):  # the first again: rows may be unpacked meanwhile
+        if run is None:
+            break
+        try:
+            rows = list(read_rows(folder / name, config=digest(run["configuration"])))
+        except FileNotFoundError:
+            continue
+        run = _read_run(folder) or run  # a session that began meanwhile
+        if beyond := [row["session"] for row in rows if row["session"] >= len(run["sessions"])]:
+            raise ValueError(f"results: expected {folder / RUN} to hold session {beyond[0]} of {name}, got none")
+        return run, rows
+    raise ValueError(f"results: expected {RUN} and {ROWS} (or {ROWS}.gz) in {str(folder)!r}, got no such files")
+
+
+def taken(rows: Iterable[Mapping[str, Any]]) -> str:
+    """What a table takes of the rows, in words.
+
+    Raises:
+        ValueError: a row that tables cannot use.
+    """
+    rows = list(rows)
+    prompts = {row["prompt"] for row in rows if row["row"] == "prompt" and {"task", "length"} <= row.keys()}
+    answers = [row for row in rows if row["row"] == "answer"]
+    for row in answers:
+        if row["prompt"] not in prompts:
+            raise ValueError(f"results: expected a row with task and length for prompt {row['prompt']!r}, got none")
+        if "score" in row and not {"kept", "bytes"} <= row.keys():
+            raise ValueError(f"results: expected shares kept and bytes in every answer to {row['prompt']!r}, got none")
+    cells = {cell_of(row) for row in answers}
+    again = len(answers) - len(cells)
+    note = f"; {again:,} of them measured again, of which the last counts" if again else ""
+    return f"{len(answers):,} answers on {len(prompts):,} prompts{note}"
 
 
 def join(folder: Path, parts: Iterable[Path]) -> None:
@@ -185,18 +286,18 @@ def join(folder: Path, parts: Iterable[Path]) -> None:
 
 
 def pack(folder: Path) -> Path:
-    """Compress a folder's rows; they are read and gone on with as before.
+    """Compress a folder's rows; they are read and gone on with as before, by a run that is under way too.
 
     Raises:
         ValueError: not a folder of results, or a broken line.
     """
     read_folder(folder)
-    packed = folder / f"{ROWS}.gz"
-    if (folder / ROWS).is_file():
-        _unpack(folder)
-        data = gzip.compress((folder / ROWS).read_bytes(), 9, mtime=0)  # the same bytes for the same rows
-        _write_bytes(packed, data)
-        (folder / ROWS).unlink()
+    packed, file = folder / f"{ROWS}.gz", folder / ROWS
+    with json_lines.alone(folder):
+        if file.is_file():
+            json_lines.add(file, [])  # cuts half a row off
+            _write_bytes(packed, gzip.compress(file.read_bytes(), 9, mtime=0))  # the same bytes for the same rows
+            file.unlink()
     return packed
 
 
@@ -205,7 +306,7 @@ def _unpack(folder: Path) -> None:
     packed, rows = folder / f"{ROWS}.gz", folder / ROWS
     if packed.is_file():
         if not rows.is_file():
-            _write_bytes(rows, gzip.decompress(packed.read_bytes()))
+            _write_bytes(rows, b"".join(line for _, line in json_lines.lines(packed)))
         packed.unlink()
 
 
@@ -216,10 +317,13 @@ def _read_run(folder: Path) -> dict[str, Any] | None:
             raise ValueError(f"results: expected {RUN} beside {ROWS} in {str(folder)!r}, got none")
         return None
     try:
-        run: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        return {"configuration": run["configuration"], "sessions": run["sessions"]}
-    except (ValueError, KeyError, TypeError) as error:
+        run = json.loads(file.read_text(encoding="utf-8"))
+        configuration, sessions = run["configuration"], run["sessions"]
+    except (ValueError, KeyError, TypeError, RecursionError, OSError) as error:
         raise ValueError(f"results: expected a configuration and sessions in {file}, got {error!r}") from error
+    if not isinstance(configuration, dict) or not isinstance(sessions, list):
+        raise ValueError(f"results: expected an object configuration and a list sessions in {file}, got other kinds")
+    return {"configuration": configuration, "sessions": sessions}
 
 
 def _same(theirs: Mapping[str, Any], ours: Mapping[str, Any], folder: Path) -> None:
@@ -229,21 +333,5 @@ def _same(theirs: Mapping[str, Any], ours: Mapping[str, Any], folder: Path) -> N
         raise ValueError(f"out: expected a folder of this configuration, got {str(folder)!r} of another one ({parts})")
 
 
-def _drop_torn_line(file: Path) -> None:
-    """A run that was killed while writing leaves half a line at the end: it was never counted as done."""
-    if not file.exists():
-        return
-    with file.open("rb+") as handle:
-        data = handle.read()
-        if data and not data.endswith(b"\n"):
-            handle.truncate(data.rfind(b"\n") + 1)
-
-
 def _write_whole(file: Path, content: Mapping[str, Any]) -> None:
     _write_bytes(file, (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())
-
-
-def _write_bytes(file: Path, data: bytes) -> None:
-    temporary = file.with_suffix(".tmp")
-    temporary.write_bytes(data)
-    temporary.replace(file)

@@ -38,6 +38,7 @@ Prompt = tuple[str, Callable[[], Sample]]
 
 AHEAD = 16
 PAUSES = (0, 5, 15, 30, 60)  # seconds between attempts at what does not fit beside what others hold
+LOOK_AGAIN = 1.0  # seconds until prompts that another process measures are looked at again
 WAITING = 4  # full batches' rows that wait for rows of their size, where a batch costs as much as many of its steps
 
 
@@ -153,12 +154,35 @@ class Runner:
     ) -> bool:
         """Measure what the store does not hold yet; True when all is done, False when the deadline came first.
 
+        Prompts that another process measures are left to it, and looked at again when all others are done.
+
         Args:
             deadline: `time.monotonic()` after which no new prompt is begun.
             progress: called with the number of cells that were finished or found done.
         """
+        while True:
+            elsewhere: list[Prompt] = []
+            if not self._pass(prompts, store, elsewhere, deadline=deadline, progress=progress):
+                return False
+            if not elsewhere:
+                return True
+            if deadline is not None and time.monotonic() > deadline:
+                return False
+            prompts = elsewhere
+            time.sleep(LOOK_AGAIN)
+
+    def _pass(
+        self,
+        prompts: Iterable[Prompt],
+        store: Store,
+        elsewhere: list[Prompt],
+        *,
+        deadline: float | None,
+        progress: Callable[[int], None],
+    ) -> bool:
+        """Measure the prompts that no other process measures, and note the rest; False when the deadline came."""
         jobs: list[_Job] = []
-        for sample, missing in _made_ahead(self._undone(prompts, store, progress), self.ahead):
+        for sample, missing in _made_ahead(self._undone(prompts, store, elsewhere, progress), self.ahead):
             if deadline is not None and time.monotonic() > deadline:
                 self._finish(jobs, store, progress)
                 return False
@@ -176,14 +200,19 @@ class Runner:
         return True
 
     def _undone(
-        self, prompts: Iterable[Prompt], store: Store, progress: Callable[[int], None]
+        self, prompts: Iterable[Prompt], store: Store, elsewhere: list[Prompt], progress: Callable[[int], None]
     ) -> Iterator[tuple[Callable[[], Sample], list[Cell]]]:
         for key, make in prompts:
+            if not store.claim(key):
+                elsewhere.append((key, make))
+                continue
             wanted = self.plan.cells(key)
             missing = [cell for cell in wanted if cell not in store.done]
             progress(len(wanted) - len(missing))
             if missing:
                 yield make, missing
+            else:
+                store.release(key)
 
     def _try_to_read(self, sample: Sample, missing: list[Cell]) -> _Job | None:
         """The prompt, or None where memory is short."""
@@ -271,6 +300,8 @@ class Runner:
                 for e, answer in zip(batch, answers, strict=True)
             )
             progress(len(batch))
+        for job in jobs:
+            store.release(job.sample.key)
 
     def _halving(self, batch: list[_Entry]) -> list[dict[str, Any]]:
         """A batch's answers; in halves, from then on, where others on the device left no memory for the whole."""

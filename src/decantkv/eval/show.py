@@ -11,6 +11,7 @@ from rich.table import Table as RichTable
 
 from decantkv.eval.bootstrap import Bootstrap
 from decantkv.eval.chat import REGIMES
+from decantkv.eval.results import taken
 from decantkv.eval.statistics import Summary, best_on_the_other_half, tables
 from decantkv.terminal import Console
 
@@ -29,6 +30,7 @@ def print_tables(
     console = console or wide_console()
     configuration = run["configuration"]
     console.print(heading(configuration), style="bold")
+    console.print(taken(rows))
     if configuration["suite"] == "fidelity":
         for table in fidelity(rows, reference=reference, width=console.width):
             console.print(table)
@@ -72,7 +74,7 @@ def print_best(
         [f"{b.length}", b.regime, b.budget, b.policy, str(b.seen), str(b.unseen), str(b.against) if b.against else ""]
         for b in best_on_the_other_half(rows, reference=reference, measure=measure)
     ]
-    title = heading(run["configuration"])
+    title = f"{heading(run['configuration'])}; {taken(rows)}"
     console.print(fitted(names, lines, (names[4], against), console.width, title=title))
 
 
@@ -82,6 +84,9 @@ def _measure(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def heading(configuration: Mapping[str, Any]) -> str:
     """Model, weights and circumstances in one line."""
+    needed = ("suite", "model", "dtype", "device", "note", "yarn")
+    if missing := [name for name in needed if name not in configuration]:
+        raise ValueError(f"results: expected a configuration with {missing[0]!r}, got none")
     parts = [configuration["suite"], configuration["model"], configuration["dtype"], configuration["device"]]
     if configuration["note"]:
         parts.append(configuration["note"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from importlib import resources
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from decantkv.eval.chat import REGIMES
+from decantkv.json_lines import read
 from decantkv.report.answers import packed
 from decantkv.report.pages import find_folders, section
 
@@ -73,12 +73,7 @@ def bench_table(file: Path) -> dict[str, Any]:
     """
     if not file.is_file():
         raise ValueError(f"bench: expected a file of JSON lines, got {str(file)!r}")
-    rows = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
-        try:
-            rows.append(dict(_flat(json.loads(line))))
-        except (ValueError, AttributeError) as error:
-            raise ValueError(f"bench: {file} line {number}: expected a JSON object, got {error}") from error
+    rows = [dict(_flat(row)) for row in read(file)]
     columns = list(dict.fromkeys(key for row in rows for key in row))
     return {
         "title": file.name,

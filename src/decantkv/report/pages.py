@@ -13,7 +13,7 @@ import numpy as np
 
 from decantkv.eval.bootstrap import Interval, paired
 from decantkv.eval.chat import REGIMES
-from decantkv.eval.results import RUN, read_folder
+from decantkv.eval.results import RUN, read_folder, taken
 from decantkv.eval.show import heading
 from decantkv.eval.statistics import Summary, Table, tables
 from decantkv.report.answers import answers_by_length, packed
@@ -107,6 +107,7 @@ def section(folder: Path, number: int) -> Section:
         ValueError: a broken folder; the line is named.
     """
     run, rows = read_folder(folder)
+    about = f"{heading(run['configuration'])}; {taken(rows)}"
     measure = _measure(rows)
     values = _values(rows, measure)
     prompts = [row for row in rows if row["row"] == "prompt"]
@@ -120,7 +121,7 @@ def section(folder: Path, number: int) -> Section:
     return Section(
         id=f"run-{number}",
         title=f"{run['configuration']['suite']} on {run['configuration']['model']}",
-        about=heading(run["configuration"]),
+        about=about,
         folder=str(folder),
         weights=str(run["configuration"]["weights"]),
         yarn=run["configuration"]["yarn"],

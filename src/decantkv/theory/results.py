@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import gzip
-import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
+from decantkv import json_lines
 from decantkv.theory.measure import Record
 
 _SAME = ("model", "prompt_sha256", "tokens", "method", "budget", "plan", "dtype")  # what one run's files share
@@ -33,7 +35,7 @@ def read(paths: Sequence[Path]) -> tuple[Record, list[Record]]:
         if not lines or lines[0].get("kind") != "run":
             raise ValueError(f"{path}: expected a results file that begins with its run, got another")
         header = header or lines[0]
-        if any(lines[0][key] != header[key] for key in _SAME):
+        if any(lines[0].get(key) != header.get(key) for key in _SAME):
             raise ValueError(f"{path}: expected the same model, prompt and plan as {paths[0]}, got another run's")
         new = _done(lines) - held
         records += [line for line in lines[1:] if line["kind"] != "done" and line["layer"] in new]
@@ -41,6 +43,43 @@ def read(paths: Sequence[Path]) -> tuple[Record, list[Record]]:
     if header is None:
         raise ValueError("rows: expected at least one results file, got none")
     return header, sorted(records, key=lambda record: int(record["layer"]))
+
+
+@contextmanager
+def only_run(path: Path) -> Iterator[None]:
+    """Be the only run that writes a results file; the lock ends with the process, however that ends.
+
+    Raises:
+        ValueError: another run writes it.
+    """
+    lock = FileLock(path.with_name(f".{path.name}.lock"), blocking=False)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except Timeout:
+        raise ValueError(
+            f"out: expected a file that no other run writes, got {path}; wait for that run, or choose other --layers"
+        ) from None
+    except OSError as error:
+        raise ValueError(
+            f"out: expected a folder that can be written to, got {path.parent}: {error.strerror}"
+        ) from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def add(path: Path, records: Sequence[Record]) -> None:
+    """Add records to a file that `open_rows` began, floats to five digits.
+
+    Raises:
+        ValueError: the file is gone, or cannot be written.
+    """
+    with json_lines.alone(path.parent):
+        if not path.exists():
+            raise ValueError(f"results: expected {path} to stay while its run goes on, got none")
+        json_lines.add(path, [json_lines.line_of(_rounded(record)) for record in records])
 
 
 def open_rows(path: Path, header: Record) -> set[int]:
@@ -52,27 +91,24 @@ def open_rows(path: Path, header: Record) -> set[int]:
     Raises:
         ValueError: one of them is another run's.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     beside: set[int] = set()
     for other in files_of(path.parent):
         if other != path and (lines := _lines(other)):  # a file without lines is one that another process just made
             _expect_same(other, lines[0], header)
             beside |= _done(lines)
     if not path.exists() or path.stat().st_size == 0:
-        path.write_text(json.dumps(header) + "\n", encoding="utf-8")
+        json_lines.write(path, [header])
         return beside
     lines = _lines(path)
     _expect_same(path, lines[0], header)
     done = _done(lines)
     whole = [line for line in lines if line["kind"] == "run" or line["layer"] in done]
-    path.write_text("".join(json.dumps(line) + "\n" for line in whole), encoding="utf-8")
+    json_lines.write(path, whole)
     return done | beside
 
 
-def to_line(record: Record) -> str:
-    """A record as the file holds it, floats to five digits."""
-    rounded = {key: float(f"{x:.5g}") if isinstance(x, float) else x for key, x in record.items()}
-    return json.dumps(rounded) + "\n"
+def _rounded(record: Record) -> Record:
+    return {key: float(f"{x:.5g}") if isinstance(x, float) else x for key, x in record.items()}
 
 
 def _expect_same(path: Path, found: Record, header: Record) -> None:
@@ -88,13 +124,15 @@ def _done(lines: Sequence[Record]) -> set[int]:
 
 
 def _lines(path: Path) -> list[Record]:
-    data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    lines = data.decode("utf-8").splitlines()
-    parsed = []
-    for i, line in enumerate(lines):
-        try:
-            parsed.append(json.loads(line))
-        except json.JSONDecodeError:
-            if i != len(lines) - 1:  # only a stopped run's last line may be torn
-                raise ValueError(f"{path}: expected JSON Lines, got something else in line {i + 1}") from None
-    return parsed
+    """A file's records, of which each says its kind and, but for the header, its layer.
+
+    Raises:
+        ValueError: a line that is no record; it is named.
+    """
+    records = json_lines.read(path)
+    for number, record in enumerate(records, start=1):
+        if not isinstance(record.get("kind"), str) or (
+            record["kind"] != "run" and type(record.get("layer")) is not int
+        ):
+            raise ValueError(f"{path}: expected records of a kind and a layer, got another as row {number}")
+    return records

@@ -19,7 +19,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import TextIO
 
 import torch
 from torch import Tensor
@@ -32,7 +31,7 @@ from decantkv.methods import Method
 from decantkv.observation import ObservingCache
 from decantkv.scoring.window import AttentionWindow
 from decantkv.theory.measure import Plan, Record
-from decantkv.theory.results import open_rows, to_line
+from decantkv.theory.results import add, only_run, open_rows
 from decantkv.theory.workers import Place, Workers, records_of, tasks_of
 
 
@@ -72,10 +71,10 @@ def run(
     if input_ids.shape[1] < least:
         raise ValueError(f"input_ids: expected at least {least} tokens (kept + searched), got {input_ids.shape[1]}")
     header = circumstances(model, input_ids, model_name, method, budget, plan)
-    done = open_rows(path, header)
-
-    with path.open("a", encoding="utf-8") as file, ExitStack() as stack:
-        layers_file = _Layers(file)
+    with ExitStack() as stack:
+        stack.enter_context(only_run(path))
+        done = open_rows(path, header)
+        layers_file = _Layers(path)
         pool = stack.enter_context(Workers(workers, method, plan, layers_file.add)) if workers > 1 else None
 
         def on_window(win: AttentionWindow) -> None:
@@ -97,8 +96,8 @@ def run(
 class _Layers:
     """Writes a layer once all of its heads are there, so that a stopped run leaves whole layers."""
 
-    def __init__(self, file: TextIO) -> None:
-        self.file = file
+    def __init__(self, path: Path) -> None:
+        self.path = path
         self._waiting: dict[int, dict[int, list[Record]]] = {}
 
     def add(self, place: Place, records: list[Record]) -> None:
@@ -107,10 +106,8 @@ class _Layers:
         if len(heads) < place.kv_heads:
             return
         del self._waiting[place.layer]
-        for kv_head in sorted(heads):
-            self.file.writelines(map(to_line, heads[kv_head]))
-        self.file.write(to_line({"kind": "done", "layer": place.layer}))
-        self.file.flush()
+        records = [record for kv_head in sorted(heads) for record in heads[kv_head]]
+        add(self.path, [*records, {"kind": "done", "layer": place.layer}])
 
 
 def circumstances(
