@@ -144,7 +144,7 @@ def parse(line: bytes, file: Path, number: int) -> Row:
 
 def line_of(row: Mapping[str, Any], **options: Any) -> bytes:
     """A row as a file holds it; `options` are those of `json.dumps`."""
-    return (json.dumps(row, **options) + "\n").encode()
+    return (json.dumps(row, **options) + "\n").encode("utf-8", "backslashreplace")  # half a surrogate as JSON writes it
 
 
 def is_torn(line: bytes) -> bool:

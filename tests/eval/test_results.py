@@ -232,6 +232,11 @@ def test_rows_of_no_session_are_refused(tmp_path):
         join(tmp_path / "whole", [tmp_path / "part"])
 
 
+def test_text_that_utf8_cannot_hold_comes_back(tmp_path):
+    opened(tmp_path).append([answer(0, answer="\ud83d half, \u2028, whole \U0001f600")])
+    assert read_folder(tmp_path)[1][0]["answer"] == "\ud83d half, \u2028, whole \U0001f600"
+
+
 def test_tables_say_what_they_take():
     rows = [{**prompt(0), "task": "vt", "length": 4}, *[answer(0, score=s, kept=1, bytes=1) for s in (0, 1)]]
     assert taken(rows) == "2 answers on 1 prompts; 1 of them measured again, of which the last counts"

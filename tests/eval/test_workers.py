@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from decantkv.eval import workers
 from decantkv.eval.cli import app
-from decantkv.eval.results import Store, read_folder
+from decantkv.eval.results import Store, cell_of, read_folder
 
 GIVEN = ("--suite", "niah", "--length", "600", "--samples", "1", "--method", "dropkv,random,quantised-4bit", "--budget",
          "0.2", "--regime", "aware,agnostic")  # fmt: skip
@@ -40,6 +40,16 @@ def test_several_processes_make_the_rows_of_one(model_folder, tmp_path):
     before = (tmp_path / "three" / "rows.jsonl").read_bytes()
     assert invoke(*given, "--out", tmp_path / "three", "--workers", 2).exit_code == 0
     assert (tmp_path / "three" / "rows.jsonl").read_bytes() == before, "what is there is not made again"
+
+
+def test_two_runs_that_begin_together_measure_everything_once(model_folder, tmp_path):
+    command = [sys.executable, "-m", "decantkv", "eval", "--model", str(model_folder), *GIVEN, "--out", str(tmp_path)]
+    running = [subprocess.Popen([*command, "--seed", "42"], stdout=subprocess.DEVNULL) for _ in range(2)]
+    assert [process.wait() for process in running] == [0, 0]
+    assert invoke(*command[4:]).exit_code == 0
+    rows = read_folder(tmp_path)[1]
+    cells = [cell_of(row) for row in rows if row["row"] == "answer"]
+    assert len(cells) == len(set(cells)) == len({cell.prompt for cell in cells}) * (1 + 2 * 3)
 
 
 def test_time_that_has_run_out_leaves_the_rest_to_a_later_run(model_folder, tmp_path):

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from decantkv import models
 from decantkv.terminal import Console
+from decantkv.writing import write_whole
 
 
 def run_tasks(
@@ -61,7 +62,7 @@ def run_tasks(
     shown = {"regime": "aware", "method": method, "budget": budget, "results": results["results"]}
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(shown, indent=1, default=str) + "\n", encoding="utf-8")
+        write_whole(out, (json.dumps(shown, indent=1, default=str) + "\n").encode())
     _print(shown)
     return results
 

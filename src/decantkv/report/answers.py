@@ -63,5 +63,7 @@ def _cell(row: Mapping[str, Any]) -> tuple[str, str, str]:
 
 def packed(content: Any) -> str:
     """JSON, compressed, as text that HTML leaves alone; a browser's DecompressionStream reads it."""
-    data = json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+    data = json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode(
+        "utf-8", "backslashreplace"
+    )
     return base64.b64encode(gzip.compress(data, 9, mtime=0)).decode()
