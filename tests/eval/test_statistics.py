@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
+from scipy import stats
 
-from decantkv.eval.bootstrap import RESAMPLES, Bootstrap, paired
+from decantkv.eval.bootstrap import RESAMPLES, Bootstrap, Interval, holm, paired, student
 from decantkv.eval.show import print_best, print_tables
 from decantkv.eval.statistics import best_on_the_other_half, losing_share, tables
 
@@ -68,7 +69,7 @@ def one_by_one(groups, values):
 
 def test_intervals_are_those_of_a_plain_loop():
     rng = np.random.default_rng(4)
-    groups = {task: [f"s/{task}/1/{i}" for i in range(n)] for task, n in (("a", 7), ("b", 12), ("c", 1))}
+    groups = {task: [f"s/{task}/1/{i}" for i in range(n)] for task, n in (("a", 30), ("b", 42), ("c", 31))}
     values = {key: rng.random() for keys in groups.values() for key in keys}
     found = Bootstrap(groups).interval(values)
     assert (found.mean, found.low, found.high) == pytest.approx(one_by_one(groups, values), abs=1e-12)
@@ -76,16 +77,117 @@ def test_intervals_are_those_of_a_plain_loop():
     for task, keys in groups.items():
         rows += rows_of([values[key] for key in keys], task=task, length=1)
     (summary,) = tables(rows)[0].summaries
-    assert summary.score == found
+    assert (summary.score.low, summary.score.high) == pytest.approx((found.low, found.high), abs=1e-12)
     alone = summary.by_task["a"][0]
     assert (alone.mean, alone.low, alone.high) == pytest.approx(one_by_one({"a": groups["a"]}, values), abs=1e-12)
 
 
+def test_few_prompts_get_students_interval():
+    rng = np.random.default_rng(6)
+    values = {str(i): rng.random() for i in range(9)}
+    found = Bootstrap({"t": list(values)}).interval(values)
+    there = stats.ttest_1samp(list(values.values()), 0.0)
+    assert (found.low, found.high) == pytest.approx(tuple(there.confidence_interval(0.95)))
+    assert found.p == pytest.approx(there.pvalue)
+
+
+def test_two_tasks_of_few_prompts_get_welchs_interval():
+    rng = np.random.default_rng(7)
+    one, other = rng.random(7), 3 * rng.random(12)
+    found = student([one[None], -other[None]])[0]  # a mean over two tasks is half of a difference
+    there = stats.ttest_ind(one, other, equal_var=False)
+    ends = there.confidence_interval(0.95)
+    assert (2 * found.low, 2 * found.high) == pytest.approx((ends.low, ends.high))
+    assert found.p == pytest.approx(there.pvalue)
+
+
+def test_intervals_of_eight_prompts_per_task_cover_the_truth():
+    rng = np.random.default_rng(8)
+    groups = {task: [f"{task}{i}" for i in range(8)] for task in "abcde"}
+    chances = dict(zip(groups, (0.2, 0.5, 0.6, 0.8, 0.95), strict=True))
+    hits = 0
+    for _ in range(400):
+        values = {key: float(rng.random() < chances[task]) for task, keys in groups.items() for key in keys}
+        found = Bootstrap(groups).interval(values)
+        hits += found.low <= np.mean(list(chances.values())) <= found.high
+    assert 0.925 <= hits / 400 <= 0.985
+
+
+def test_a_task_of_one_prompt_takes_the_others_spread():
+    lone = student([np.array([[0.0, 1.0, 0.0, 1.0]]), np.array([[1.0]])])[0]
+    assert lone.mean == 0.75
+    assert lone.low < 0.5
+    assert student([np.array([[1.0]])])[0].high == np.inf
+
+
+def test_holm_keeps_fewer_than_the_intervals_do():
+    clear = [Interval(1.0, 0.1, 1.9, p) for p in (0.001, 0.02, 0.03, 0.04)]
+    assert holm(clear) == [True, False, False, False]
+    assert holm([clear[0], Interval(0.0, -1.0, 1.0, 0.9)]) == [True, False]
+    assert holm([Interval(1.0, -0.1, 2.1, 0.001)]) == [False]
+    assert holm([]) == []
+
+
+def test_summaries_are_judged_by_their_own_scale():
+    rows = full([0.24] * 3, task="report") + full([0.24] * 3, task="hard") + full([0.05] * 3, task="wrong")
+    for row in rows:
+        if row["row"] == "prompt" and row["task"] != "hard":
+            row["metric"] = "rouge_l"
+    rows += [row for task in ("report", "hard", "wrong") for row in rows_of([0.1] * 3, task=task)]
+    (table,) = tables(rows)
+    assert set(table.left_out) == {"hard", "wrong"}
+    assert table.prompts == 3
+
+
+def test_all_lengths_average_over_the_same_tasks():
+    rows = []
+    for length, hard in ((100, 0.9), (200, 0.1)):
+        rows += full([1.0] * 2, task="easy", length=length) + full([hard] * 2, task="hard", length=length)
+        rows += rows_of([0.5] * 2, task="easy", length=length) + rows_of([0.0] * 2, task="hard", length=length)
+    short, long = tables(rows)
+    assert (short.full.mean, long.full.mean) == (1.0, 1.0)
+    assert short.left_out == {"hard": 0.9}
+
+
+def test_averages_also_stand_without_the_tasks_of_one_repeated_line(capsys):
+    rows = []
+    for task, mine, theirs in (("niah_single_1", 1.0, 0.0), ("vt", 1.0, 0.0), ("qa_1", 0.5, 0.5)):
+        rows += full([1.0] * 4, task=task) + rows_of([mine] * 4, task=task)
+        rows += rows_of([theirs] * 4, task=task, policy="snapkv")
+    configuration = dict.fromkeys(("suite", "model", "dtype", "device", "note"), "x") | {"yarn": 1.0}
+    print_tables({"configuration": configuration}, rows)
+    printed = capsys.readouterr().out
+    snapkv = tables(rows)[0].summaries[1]
+    assert snapkv.against.mean == pytest.approx(-2 / 3)
+    assert snapkv.without[1].mean == 0.0
+    assert "without niah_single_1, vt" in printed
+    assert "0.500, +0.000" in printed
+    assert "-0.667 [-0.667, -0.667]**" in printed
+
+
+def test_the_best_is_chosen_on_prompts_that_it_shares_with_the_reference():
+    rows = full([1.0] * 20) + rows_of([0.0] * 10 + [1.0] * 10)
+    rows += rows_of([0.5] * 10, policy="few")  # ahead of the reference on the hard half that both have
+    rows += rows_of([0.1] * 10 + [1.0] * 10, policy="whole")
+    (best,) = best_on_the_other_half(rows)
+    assert best.policy == "few"
+    assert best.against.mean == 0.5
+
+
+def test_both_halves_of_the_prompts_average_over_the_same_tasks():
+    rows = full([1.0] * 8, task="easy") + full([0.5, 0.0] * 4, task="edge")  # a quarter on the whole, half on one half
+    rows += rows_of([0.5] * 8, task="easy") + rows_of([0.0] * 8, task="edge")
+    rows += rows_of([0.4] * 8, task="easy", policy="other") + rows_of([1.0] * 8, task="edge", policy="other")
+    (best,) = best_on_the_other_half(rows)
+    assert best.policy == "dropkv"
+    assert best.unseen.mean == 0.5
+
+
 def test_pairs_are_compared_on_the_prompts_that_both_have():
     rng = np.random.default_rng(5)
-    task_of = {f"s/{task}/1/{i}": task for task in ("a", "b") for i in range(9)}
+    task_of = {f"s/{task}/1/{i}": task for task in ("a", "b") for i in range(90)}
     every = {name: {key: rng.random() for key in task_of} for name in ("x", "y", "z")}
-    every["z"] = {key: value for key, value in every["z"].items() if key < "s/b/1/4"}
+    every["z"] = {key: value for key, value in every["z"].items() if key < "s/b/1/5"}
     every["none"] = {"s/unknown/1/0": 1.0}
     found = paired(every, task_of)
     assert list(found) == [("x", "y"), ("x", "z"), ("y", "z")]
@@ -97,9 +199,9 @@ def test_pairs_are_compared_on_the_prompts_that_both_have():
 
 
 def test_rounding_never_clears_zero():
-    task_of = {f"s/{task}/1/{i}": task for task in "abc" for i in range(11)}
+    task_of = {f"s/{task}/1/{i}": task for task in "abc" for i in range(30)}
     values = {"one": dict.fromkeys(task_of, 0.1 + 0.2), "other": dict.fromkeys(task_of, 0.3)}
-    values["lucky"] = {key: 0.3 if key.endswith("/10") else 0.0 for key in task_of}
+    values["lucky"] = {key: 0.3 if key.endswith("/29") else 0.0 for key in task_of}
     values["none"] = dict.fromkeys(task_of, 0.0)
     found = paired(values, task_of)
     assert values["one"] != values["other"]

@@ -12,11 +12,12 @@ from rich.table import Table as RichTable
 from decantkv.eval.bootstrap import Bootstrap
 from decantkv.eval.chat import REGIMES
 from decantkv.eval.results import taken
-from decantkv.eval.statistics import Summary, best_on_the_other_half, tables
+from decantkv.eval.statistics import REPEATED, Summary, best_on_the_other_half, tables
 from decantkv.terminal import Console
 
 WIDE = 180  # columns of a console that is no terminal
 _NUMBERS = ("lose >10 %", "Δ length", "Δ nll", "output shift", "predicted", "n")
+_MARKS = "* 0 is outside the 95 % interval; ** also with Holm's correction for all differences of this table"
 
 
 def print_tables(
@@ -38,14 +39,17 @@ def print_tables(
     measure = _measure(rows)
     for one in tables(rows, reference=reference, measure=measure):
         what = "score" if measure == "score" else "negative log-likelihood a token of the answer, lower is better"
-        console.print(f"\n{one.length} tokens; {what}; full cache {one.full}")
+        console.print(f"\n{one.length} tokens; {what}; full cache {one.full}; {one.prompts} prompts in the averages")
         for name in REGIMES:
             here = [s for s in one.summaries if s.regime == name]
             if here:
-                console.print(_table(name, here, reference, measure, console.width))
+                console.print(_table(name, here, one.prompts, reference, measure, console.width))
         if one.left_out:
             left = ", ".join(f"{task} {score:.2f}" for task, score in one.left_out.items())
-            console.print(f"not in the averages, the full cache itself being below 0.3: {left}", style="dim")
+            console.print(
+                f"not in the averages, the full cache itself being below 0.3 (ROUGE: 0.1) at a length: {left}",
+                style="dim",
+            )
         if one.begun:
             console.print(f"begun, on fewer than a tenth of the prompts: {', '.join(one.begun)}", style="dim")
 
@@ -95,21 +99,38 @@ def heading(configuration: Mapping[str, Any]) -> str:
     return ", ".join(str(part) for part in parts)
 
 
-def _table(regime: str, summaries: Sequence[Summary], reference: str, measure: str, width: int) -> RichTable:
+def _table(
+    regime: str, summaries: Sequence[Summary], prompts: int, reference: str, measure: str, width: int
+) -> RichTable:
     scored = measure == "score"
-    names = ["method", "budget", "bytes", f"{measure} [95 %]", f"− {reference} [95 %]", "worst task"]
+    without = f"without {', '.join(REPEATED)}"
+    names = ["method", "budget", "bytes", f"{measure} [95 %]", f"− {reference} [95 %]"]
+    names += [without] if any(s.without for s in summaries) else []
+    names += ["worst task"]
     names += ["lose >10 %", "Δ length", "Δ nll"] if scored else []
     rows = []
     for s in sorted(summaries, key=lambda s: (s.budget, -s.score.mean if scored else s.score.mean)):
         worst, full = s.by_task[s.worst]
-        columns = [s.policy, s.budget, f"{s.bytes:.1%}", str(s.score), str(s.against) if s.against else ""]
+        mark = "**" if s.stands else "*" if s.against and s.against.clear else ""
+        columns = [s.policy, s.budget, f"{s.bytes:.1%}", str(s.score), f"{s.against}{mark}" if s.against else ""]
+        if without in names:
+            columns.append(_without(s))
         columns.append(f"{s.worst} {worst.mean:.2f} of {full:.2f}" if scored else f"{s.worst} {worst.mean:.2f}")
         if scored:
             columns += [f"{s.losing:.0%}", f"{s.drift:+.1f}", f"{s.nll.mean:+.3f}" if s.nll else ""]
-        rows.append([*columns, str(s.prompts)])
-    drop = ("Δ length", "lose >10 %", "worst task", "n", "Δ nll", "bytes", names[4])
+        rows.append([*columns, str(s.prompts) if s.prompts == prompts else f"{s.prompts} of {prompts}"])
+    drop = ("Δ length", "lose >10 %", "worst task", "Δ nll", "bytes", "n", without, names[4])
     caption = REGIMES[regime]  # type: ignore[index]
+    if any(s.against for s in summaries):
+        caption += f"\n{_MARKS}"
     return fitted([*names, "n"], rows, drop, width, title=f"regime: {regime}", caption=caption)
+
+
+def _without(s: Summary) -> str:
+    if s.without is None:
+        return ""
+    score, against = s.without
+    return f"{score.mean:.3f}" + (f", {against.mean:+.3f}{'*' if against.clear else ''}" if against else "")
 
 
 def fitted(

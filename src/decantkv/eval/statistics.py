@@ -1,17 +1,19 @@
-"""What rows say: means with 95 % bootstrap intervals, paired between methods, and how bad it can get."""
+"""What rows say: means with 95 % intervals, paired between methods, and how bad it can get."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from decantkv.eval.bootstrap import Bootstrap, Interval, grouped, intervals
+from decantkv.eval.bootstrap import Bootstrap, Interval, grouped, holm
 
 LEAST_FULL = 0.3  # a task the full cache itself fails at says nothing about eviction
+LEAST_OF = {"rouge_l": 0.1}  # by a metric's own scale: a summary's ROUGE-L is .25 to .35 whoever wrote it
+REPEATED = ("niah_single_1", "vt")  # RULER's tasks whose haystack is one repeated line: averages are shown without, too
 LEAST_SHARE = 0.1  # of a length's prompts; a method measured on fewer has only been begun, and gets no line
 LOSS = 0.1  # a prompt "loses" when its score falls by more than this share of the full cache's
 
@@ -24,6 +26,8 @@ class Summary:
         score: mean over tasks of the task means.
         full: the full cache's, over the same prompts.
         against: score minus the reference method's on the same prompts, or None for the reference and the full cache.
+        stands: whether that is beyond its interval with Holm's correction for all that the table compares.
+        without: score and against without the tasks of one repeated line; None where there are none or no others.
         by_task: task -> (score, full cache's).
         worst: the task with the smallest share of the full cache's score, or the largest distance where lower is
             better.
@@ -41,6 +45,8 @@ class Summary:
     score: Interval
     full: Interval
     against: Interval | None
+    stands: bool
+    without: tuple[Interval, Interval | None] | None
     by_task: Mapping[str, tuple[Interval, float]]
     worst: str
     losing: float
@@ -53,19 +59,30 @@ class Summary:
 
 @dataclass(frozen=True)
 class Table:
-    """The summaries of one length; tasks left out of its averages, with the full cache's score; methods only begun."""
+    """The summaries of one length; tasks left out of its averages, with the full cache's score; methods only begun.
+
+    Attributes:
+        prompts: how many the averages have where a method was measured on all.
+    """
 
     length: int
+    prompts: int
     full: Interval
     summaries: tuple[Summary, ...]
     left_out: Mapping[str, float]
     begun: tuple[str, ...] = ()
 
 
-def tables(rows: Sequence[Mapping[str, Any]], *, reference: str = "dropkv", measure: str = "score") -> list[Table]:
+def tables(
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    reference: str = "dropkv",
+    measure: str = "score",
+) -> list[Table]:
     """A table per length of everything in the rows.
 
-    A method's cell counts only prompts that have it; a comparison counts the prompts that both have.
+    A method's cell counts only prompts that have it; a comparison counts the prompts that both have. All lengths
+    average over the same tasks, so that their tables may be laid side by side.
 
     Args:
         reference: the policy others are compared with at the same budget and regime; for methods without budgets,
@@ -83,8 +100,23 @@ def tables(rows: Sequence[Mapping[str, Any]], *, reference: str = "dropkv", meas
     full = cells.pop(("any", "full", "1"), {})
     if not full:
         raise ValueError("results: expected answers of the full cache, got none")
+    able_at = able(rows) if measure == "score" else {}
     lengths = sorted({task_of[key][0] for key in full})
-    return [_table(length, cells, full, task_of, reference, measure) for length in lengths]
+    common = set.intersection(*able_at.values()) if able_at else set()
+    return [_table(length, cells, full, task_of, reference, measure, common) for length in lengths]
+
+
+def able(rows: Sequence[Mapping[str, Any]]) -> dict[int, set[str]]:
+    """Per length, the tasks that the full cache can do, by the scale of each metric; a task not run counts as done."""
+    prompts = {row["prompt"]: row for row in rows if row["row"] == "prompt"}
+    scores: dict[tuple[int, str], list[float]] = defaultdict(list)
+    least = {row["task"]: LEAST_OF.get(row.get("metric", ""), LEAST_FULL) for row in prompts.values()}
+    for row in rows:
+        if row["row"] == "answer" and row["policy"] == "full" and "score" in row:
+            prompt = prompts[row["prompt"]]
+            scores[prompt["length"], prompt["task"]].append(row["score"])
+    failed = {place for place, found in scores.items() if np.mean(found) < least[place[1]]}
+    return {length: {task for task in least if (length, task) not in failed} for length in {one for one, _ in scores}}
 
 
 def _table(
@@ -94,12 +126,12 @@ def _table(
     task_of: Mapping[str, tuple[int, str]],
     reference: str,
     measure: str,
+    common: set[str],
 ) -> Table:
     here = {key: row for key, row in full.items() if task_of[key][0] == length}
     by_task = grouped(here, {key: task_of[key][1] for key in here})
     means = {task: float(np.mean([here[key][measure] for key in keys])) for task, keys in by_task.items()}
-    kept = {task for task, mean in means.items() if measure != "score" or mean >= LEAST_FULL}
-    chosen = {task: keys for task, keys in by_task.items() if task in kept} or by_task
+    chosen = {task: keys for task, keys in by_task.items() if task in common} or by_task
     summaries, begun = [], set()
     for (regime, policy, budget), answers in sorted(cells.items()):
         found = {key: row for key, row in answers.items() if key in here}
@@ -110,8 +142,19 @@ def _table(
             summaries.append(_summary(length, (regime, policy, budget), found, here, base, chosen, task_of, measure))
     left_out = {task: mean for task, mean in sorted(means.items()) if task not in chosen}
     whole = Bootstrap(chosen).interval({key: row[measure] for key, row in here.items()})
-    shown = tuple(s for s in summaries if s is not None)
-    return Table(length, whole, shown, left_out, tuple(sorted(begun - {s.policy for s in shown})))
+    shown = _corrected([s for s in summaries if s is not None])
+    prompts = sum(len(keys) for keys in chosen.values())
+    return Table(length, prompts, whole, shown, left_out, tuple(sorted(begun - {s.policy for s in shown})))
+
+
+def _corrected(summaries: Sequence[Summary]) -> tuple[Summary, ...]:
+    """With what stands among all differences of a regime, which is what one table shows."""
+    stands: set[int] = set()
+    for regime in {s.regime for s in summaries}:
+        compared = [(i, s.against) for i, s in enumerate(summaries) if s.regime == regime and s.against]
+        found = holm([against for _, against in compared])
+        stands |= {i for (i, _), yes in zip(compared, found, strict=True) if yes}
+    return tuple(replace(s, stands=i in stands) for i, s in enumerate(summaries))
 
 
 def _summary(
@@ -131,16 +174,21 @@ def _summary(
         return None
     scores = {key: float(answers[key][measure]) for key in keys}
     best = {key: float(full[key][measure]) for key in keys}
-    means, resampled = Bootstrap(prompts).task_means(scores, best)
-    score, full_score = intervals(means.mean(1), resampled.mean(1))
-    of_tasks = intervals(means[0], resampled[0])
-    by_task = {task: (of_tasks[i], float(means[1, i])) for i, task in enumerate(prompts)}
+    whole = Bootstrap(prompts)
+    score, full_score = whole.intervals(scores, best)
+    alone = whole.by_task(scores)
+    by_task = {task: (alone[task], float(np.mean([best[key] for key in keys]))) for task, keys in prompts.items()}
+    others = {task: keys for task, keys in prompts.items() if task not in REPEATED}
     return Summary(
         length,
         *name,
         score=score,
         full=full_score,
         against=_against(scores, base, prompts, measure),
+        stands=False,  # until all differences are there
+        without=(Bootstrap(others).interval(scores), _against(scores, base, others, measure))
+        if 0 < len(others) < len(prompts)
+        else None,
         by_task=by_task,
         worst=_worst(by_task, higher_is_better=measure == "score"),
         losing=losing_share(scores, best),
@@ -216,24 +264,60 @@ def best_on_the_other_half(
 ) -> list[Best]:
     """Choose by prompts with even numbers, report on those with odd ones, for each length, regime and budget.
 
+    A method is chosen by its lead over the reference on the prompts that both have, since methods may have different
+    ones, and by its score where there is no reference. Both halves average over the same tasks.
+
     Args:
         reference, measure: as in `tables`.
     """
     sign = 1 if measure == "score" else -1
+    able_at = able(rows) if measure == "score" else {}
+    common = set.intersection(*able_at.values()) if able_at else None
+    prompts = {row["prompt"]: row for row in rows if row["row"] == "prompt"}
+    task_of = {
+        key: row["task"] for key, row in prompts.items() if common is None or not common or row["task"] in common
+    }
+    cells: dict[tuple[int, str, str], dict[str, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
+    for row in rows:
+        if row["row"] == "answer" and measure in row and row["budget"] not in ("-", "1") and row["prompt"] in task_of:
+            place = (prompts[row["prompt"]]["length"], row["regime"], row["budget"])
+            cells[place][row["policy"]][row["prompt"]] = float(row[measure])
+    found = []
+    for place, methods in sorted(cells.items()):
+        least = LEAST_SHARE * sum(prompts[key]["length"] == place[0] for key in task_of)
+        halves = [
+            {name: _half(values, odd) for name, values in methods.items() if len(values) >= least} for odd in (0, 1)
+        ]
+        even, odd = ({name: values for name, values in half.items() if values} for half in halves)
+        names = sorted(even.keys() & odd.keys())
+        if not names:
+            continue
+        base = even.get(reference, {})
+        best = max(names, key=lambda name: sign * _lead(even[name], base, task_of))
+        against = _minus(odd[best], odd.get(reference, {})) if best != reference else {}
+        found.append(
+            Best(
+                *place,
+                best,
+                Bootstrap(grouped(even[best], task_of)).interval(even[best]),
+                Bootstrap(grouped(odd[best], task_of)).interval(odd[best]),
+                Bootstrap(grouped(against, task_of)).interval(against) if against else None,
+            )
+        )
+    return found
 
-    def half(odd: int) -> dict[tuple[int, str, str, str], Summary]:
-        chosen = [row for row in rows if int(row["prompt"].rsplit("/", 1)[1]) % 2 == odd]
-        found = [s for table in tables(chosen, reference=reference, measure=measure) for s in table.summaries]
-        return {(s.length, s.regime, s.budget, s.policy): s for s in found if s.budget != "-"}
 
-    even, odd = half(0), half(1)
-    best: dict[tuple[int, str, str], Summary] = {}
-    for (length, regime, budget, policy), summary in even.items():
-        place = (length, regime, budget)
-        better = place not in best or sign * summary.score.mean > sign * best[place].score.mean
-        if better and (*place, policy) in odd:
-            best[place] = summary
-    return [
-        Best(*place, s.policy, s.score, (other := odd[*place, s.policy]).score, other.against)
-        for place, s in sorted(best.items())
-    ]
+def _half(values: Mapping[str, float], odd: int) -> dict[str, float]:
+    return {key: value for key, value in values.items() if int(key.rsplit("/", 1)[1]) % 2 == odd}
+
+
+def _minus(values: Mapping[str, float], base: Mapping[str, float]) -> dict[str, float]:
+    return {key: value - base[key] for key, value in values.items() if key in base}
+
+
+def _lead(values: Mapping[str, float], base: Mapping[str, float], task_of: Mapping[str, str]) -> float:
+    """Mean over tasks of values minus the base's where both are; of the values themselves without any base."""
+    leads = _minus(values, base) if base else values
+    if not leads:
+        return -np.inf
+    return float(np.mean([np.mean([leads[key] for key in keys]) for keys in grouped(leads, task_of).values()]))

@@ -1,0 +1,202 @@
+"""Tables of answers for documents: methods by lengths, budgets, regimes and groups of tasks.
+
+A recipe, in TOML:
+
+    folders = ["NAME", …]           # under results/eval, of one model
+    lengths, regimes, budgets       # lists; what has several values makes columns, by default in this order
+    tasks = ["all", "all - vt", "qa_1 qa_2"]   # groups; "all" are those that the full cache can do in every column
+    columns = ["lengths"]           # axes that make columns; the others' values share a cell, "a, b" and "a / b"
+    rows = [["title", "METHOD"], ["title", "METHOD - METHOD"], ["title", "METHOD / METHOD"], ["title", "prompts"]]
+    titles = […]                    # of the columns, where their own would not do
+    measure = "score"; scale = 100; digits = 1; intervals = false
+    each = false                    # true: "all" are those that the full cache can do in each column
+
+Differences are paired. In a table's differences ° says that 0 is outside the 95 % interval, bold that it is so with
+Holm's correction for the whole table. A number in braces says how many prompts a cell has where it has not all.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from decantkv.eval.bootstrap import Bootstrap, Interval, grouped, holm
+from decantkv.eval.results import read_folder
+from decantkv.eval.statistics import able, best_on_the_other_half
+
+AXES = ("lengths", "regimes", "budgets", "tasks")
+SHORT = {"aware": "read before", "aware-question": "answer prefix unread", "agnostic": "late"}
+
+
+@dataclass(frozen=True)
+class Answers:
+    """One folder's rows: tasks of prompts by length, answers by cell and prompt, and what the full cache can do."""
+
+    tasks: Mapping[int, Mapping[str, str]]
+    cells: Mapping[tuple[int, str, str, str], Mapping[str, Mapping[str, Any]]]
+    able: Mapping[int, set[str]]
+    rows: Sequence[Mapping[str, Any]]
+
+
+KEPT = ("row", "prompt", "task", "length", "metric", "regime", "policy", "budget", "score", "nll", "kl", "top1")
+
+
+@lru_cache(maxsize=32)
+def answers(folder: Path) -> Answers:
+    """A folder's rows, read once."""
+    _, rows = read_folder(folder)
+    tasks: dict[int, dict[str, str]] = defaultdict(dict)
+    cells: dict[tuple[int, str, str, str], dict[str, Mapping[str, Any]]] = defaultdict(dict)
+    lengths = {row["prompt"]: row["length"] for row in rows if row["row"] == "prompt"}
+    rows = [{key: row[key] for key in KEPT if key in row} for row in rows]
+    for row in rows:
+        if row["row"] == "prompt":
+            tasks[row["length"]][row["prompt"]] = row["task"]
+        else:
+            cells[lengths[row["prompt"]], row["regime"], row["policy"], row["budget"]][row["prompt"]] = row
+    return Answers(tasks, cells, able(rows), rows)
+
+
+@dataclass
+class _Cell:
+    found: Interval | None
+    kind: str  # "mean", "difference", "share" or "prompts"
+    prompts: int = 0
+    whole: bool = True
+
+
+def answer_table(root: Path, recipe: Mapping[str, Any]) -> list[list[str]]:
+    """The lines of a table, its head first."""
+    folders = [answers(root / "eval" / name) for name in recipe["folders"]]
+    axes: dict[str, Sequence[Any]] = {axis: recipe.get(axis, ["all"]) for axis in AXES}
+    columns = [axis for axis in AXES if axis in recipe.get("columns", [a for a in AXES if len(axes[a]) > 1])]
+    inside = [axis for axis in AXES if axis not in columns]
+    scored = recipe.get("measure", "score") == "score"
+    common = (
+        set.intersection(*(_folder(folders, length).able[length] for length in axes["lengths"])) if scored else None
+    )
+    cells: dict[tuple[int, tuple[Any, ...], tuple[Any, ...]], _Cell] = {}
+    heads = list(product(*(axes[axis] for axis in columns)))
+    parts = list(product(*(axes[axis] for axis in inside)))
+    for head, part in product(heads, parts):
+        place = dict(zip([*columns, *inside], [*head, *part], strict=True))
+        here = _folder(folders, place["lengths"])
+        judged = here.able[place["lengths"]] if recipe.get("each") and scored else common
+        for i, (_, term) in enumerate(recipe["rows"]):
+            cells[i, head, part] = _cell(here, place, judged, term, recipe.get("measure", "score"))
+    compared = [cell.found for cell in cells.values() if cell.kind == "difference" and cell.found]
+    stands = {id(one): yes for one, yes in zip(compared, holm(compared), strict=True)}
+    varied = [axis for axis in columns if len(axes[axis]) > 1] or columns
+    titles = recipe.get("titles") or [
+        ", ".join(_title(axis, value) for axis, value in zip(columns, head, strict=True) if axis in varied)
+        for head in heads
+    ]
+    lines = [[recipe.get("corner", ""), *titles]]
+    for i, (title, _) in enumerate(recipe["rows"]):
+        texts = []
+        for head in heads:
+            groups: dict[tuple[Any, ...], list[str]] = defaultdict(list)
+            for part in parts:  # groups of tasks within, others outside
+                groups[part[:-1] if "tasks" in inside else part].append(_text(cells[i, head, part], stands, recipe))
+            shown = [" / ".join(dict.fromkeys(group) if set(group) == {"–"} else group) for group in groups.values()]
+            texts.append(", ".join(dict.fromkeys(shown) if cells[i, head, parts[0]].kind == "prompts" else shown))
+        lines.append([title, *texts])
+    return lines
+
+
+def halves_table(root: Path, recipe: Mapping[str, Any]) -> list[list[str]]:
+    """What `decantkv eval best` prints: chosen on one half of the prompts, reported on the other."""
+    lines = [["length, question, kept", "best on even prompts", "less DropKV on odd prompts"]]
+    for name in recipe["folders"]:
+        for one in best_on_the_other_half(answers(root / "eval" / name).rows):
+            lead = "" if one.against is None else _interval(one.against, recipe)
+            place = f"{_title('lengths', one.length)}, {SHORT[one.regime]}, {_title('budgets', one.budget)}"
+            lines.append([place, f"`{one.policy}`", lead])
+    return lines
+
+
+def _interval(found: Interval, recipe: Mapping[str, Any]) -> str:
+    scale, digits = recipe.get("scale", 100), recipe.get("digits", 1)
+    text, low, high = (_number(scale * x, digits) for x in (found.mean, found.low, found.high))
+    return f"{text} [{low}, {high}]" + ("°" if found.clear else "")
+
+
+def _folder(folders: Sequence[Answers], length: int) -> Answers:
+    found = [folder for folder in folders if length in folder.tasks]
+    if len(found) != 1:
+        raise ValueError(f"expected one folder with prompts of {length} tokens, got {len(found)}")
+    return found[0]
+
+
+def _cell(here: Answers, place: Mapping[str, Any], judged: set[str] | None, term: str, measure: str) -> _Cell:
+    length, wanted = place["lengths"], place["tasks"]
+    chosen = _group(wanted, {t for t in here.tasks[length].values() if judged is None or t in judged})
+    keys = {key for key, task in here.tasks[length].items() if task in chosen}
+    if term == "prompts":
+        return _Cell(None, "prompts", len(keys))
+    kind = "difference" if " - " in term else "share" if " / " in term else "mean"
+    names = term.split(" - " if kind == "difference" else " / ")
+    values = [_values(here, place, name, measure) for name in names]
+    shared = sorted(keys.intersection(*values))
+    if not shared:
+        return _Cell(None, kind)
+    groups = Bootstrap(grouped(shared, here.tasks[length]))
+    if kind == "difference":
+        found = groups.interval({key: values[0][key] - values[1][key] for key in shared})
+    elif kind == "share":
+        of, whole = (groups.interval({key: one[key] for key in shared}).mean for one in values)
+        found = Interval(of / whole, np.nan, np.nan)
+    else:
+        found = groups.interval({key: values[0][key] for key in shared})
+    return _Cell(found, kind, len(shared), len(shared) == len(keys))
+
+
+def _values(here: Answers, place: Mapping[str, Any], policy: str, measure: str) -> dict[str, float]:
+    length, regime = place["lengths"], place["regimes"]
+    rows = here.cells.get(
+        (length, "any", "full", "1") if policy == "full" else (length, regime, policy, place["budgets"])
+    )
+    rows = rows or here.cells.get((length, regime, policy, "-"), {})
+    return {key: float(row[measure]) for key, row in rows.items() if measure in row}
+
+
+def _group(text: str, able_tasks: set[str]) -> set[str]:
+    """Tasks of a group: "all", "all - vt qa_1", or names, which are taken whether or not the full cache can do them."""
+    names, _, without = text.partition(" - ")
+    return (able_tasks if names == "all" else set(names.split())) - set(without.split())
+
+
+def _title(axis: str, value: Any) -> str:
+    if axis == "lengths":
+        return f"{value // 1024}K" if value % 1024 == 0 else str(value)
+    if axis == "budgets":
+        return f"{float(value):.0%}".replace("%", " %")
+    return str(SHORT.get(value, value))
+
+
+def _text(cell: _Cell, stands: Mapping[int, bool], recipe: Mapping[str, Any]) -> str:
+    if cell.kind == "prompts":
+        return str(cell.prompts)
+    if cell.found is None:
+        return "–"
+    scale, digits = recipe.get("scale", 100), recipe.get("digits", 1)
+    if cell.kind == "share":
+        return f"{100 * cell.found.mean:.0f} %"
+    text, low, high = (_number(scale * x, digits) for x in (cell.found.mean, cell.found.low, cell.found.high))
+    if recipe.get("intervals") and cell.found.high != cell.found.low:
+        text += f" [{low}, {high}]"
+    if cell.kind == "difference":
+        text = f"**{text}**" if stands[id(cell.found)] else f"{text}°" if cell.found.clear else text
+    return text if cell.whole else f"{text} {{{cell.prompts}}}"
+
+
+def _number(value: float, digits: int) -> str:
+    text = f"{round(value, 9):.{digits}f}"  # a half must not hang on how a sum was rounded
+    return text.lstrip("-") if float(text) == 0 else text.replace("-", "−")
