@@ -24,9 +24,10 @@ def folder_of(root, rows):
     from decantkv.eval.results import digest
 
     configuration = {"suite": "ruler"}
+    run = {"configuration": configuration, "sessions": [{"command": "decantkv eval"}]}
     folder = root / "results" / "eval" / "run"
     folder.mkdir(parents=True)
-    (folder / "run.json").write_text(json.dumps({"configuration": configuration, "sessions": []}))
+    (folder / "run.json").write_text(json.dumps(run))
     lines = [json.dumps({"config": digest(configuration), "session": 0, **row}) for row in rows]
     (folder / "rows.jsonl").write_text("\n".join(lines) + "\n")
 
