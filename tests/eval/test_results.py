@@ -14,7 +14,8 @@ from decantkv import json_lines
 from decantkv.bench import cases
 from decantkv.eval import results
 from decantkv.eval.results import ROWS, RUN, Cell, Store, join, pack, read_folder, taken
-from decantkv.eval.show import print_tables
+from decantkv.eval.show import heading, print_tables
+from decantkv.eval.statistics import best_on_the_other_half
 from decantkv.report.build import bench_table
 from decantkv.theory import results as theory
 
@@ -182,6 +183,8 @@ UNCLEAN = {
     "a list as prompt": f'{{"config":"{NAME}","row":"prompt","session":0,"prompt":["x"]}}'.encode(),
     "an object as row": f'{{"config":"{NAME}","row":{{}},"prompt":"x"}}'.encode(),
     "text as score": f'{{"config":"{NAME}","row":"prompt","session":0,"prompt":"x","score":"high"}}'.encode(),
+    "no float": f'{{"config":"{NAME}","row":"prompt","session":0,"prompt":"x","length":1{"0" * 400}}}'.encode(),
+    "a list as overlap": f'{{"config":"{NAME}","row":"prompt","session":0,"prompt":"x","overlap":[1]}}'.encode(),
     "another session": f'{{"config":"{NAME}","row":"prompt","prompt":"x","session":-1}}'.encode(),
     "zeros": bytes(40),
 }
@@ -244,6 +247,10 @@ def test_tables_say_what_they_take():
         taken([*rows, answer(1)])
     with pytest.raises(ValueError, match="configuration with 'model'"):
         print_tables({"configuration": CONFIGURATION}, rows)
+    with pytest.raises(ValueError, match=r"prompts that end in a number, .* got 'p0'"):
+        best_on_the_other_half(rows)
+    with pytest.raises(ValueError, match="whose yarn is a factor, got None"):
+        heading({"suite": "x", "model": "x", "dtype": "x", "device": "x", "note": "", "yarn": None})
     assert Cell("p0", "any", "full", "1") == results.cell_of(rows[1])
 
 

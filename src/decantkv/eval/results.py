@@ -189,6 +189,7 @@ def cell_of(row: Mapping[str, Any]) -> Cell:
 
 _TEXTS = ("config", "prompt", "regime", "policy", "budget", "task", "answer")
 _NUMBERS = ("length", "tokens", "kv_bytes", "score", "nll", "kl", "top1", "kept", "bytes", "new_tokens")
+_OBJECTS = ("shift", "overlap")
 
 
 def read_rows(file: Path, *, config: str | None = None) -> Iterator[dict[str, Any]]:
@@ -211,8 +212,10 @@ def _checked(row: dict[str, Any], file: Path, number: int, config: str | None) -
         problem = f"an entry {missing[0]!r}, got none"
     elif wrong := [name for name in _TEXTS if not isinstance(row.get(name, ""), str)]:
         problem = f"text as {wrong[0]!r}, got {row[wrong[0]]!r:.80}"
-    elif wrong := [name for name in _NUMBERS if type(row.get(name, 0)) not in (int, float)]:
+    elif wrong := [name for name in _NUMBERS if not _is_number(row.get(name, 0))]:
         problem = f"a number as {wrong[0]!r}, got {row[wrong[0]]!r:.80}"
+    elif wrong := [name for name in _OBJECTS if not isinstance(row.get(name, {}), dict)]:
+        problem = f"an object as {wrong[0]!r}, got {row[wrong[0]]!r:.80}"
     elif type(row.get("session", 0)) is not int or row.get("session", 0) < 0:
         problem = f"a session's number, got {row['session']!r:.80}"
     elif config is not None and row["config"] != config:
@@ -220,6 +223,11 @@ def _checked(row: dict[str, Any], file: Path, number: int, config: str | None) -
     else:
         return row
     raise ValueError(f"{json_lines.place(file, number)}: expected {problem}")
+
+
+def _is_number(x: object) -> bool:
+    """Whether a row's entry is a number that float64 holds."""
+    return type(x) is float or (type(x) is int and abs(x) < 2**63)
 
 
 def read_folder(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -255,7 +263,7 @@ def taken(rows: Iterable[Mapping[str, Any]]) -> str:
     for row in answers:
         if row["prompt"] not in prompts:
             raise ValueError(f"results: expected a row with task and length for prompt {row['prompt']!r}, got none")
-        if "score" in row and not {"kept", "bytes"} <= row.keys():
+        if row.keys() & {"score", "nll", "kl"} and not {"kept", "bytes"} <= row.keys():
             raise ValueError(f"results: expected shares kept and bytes in every answer to {row['prompt']!r}, got none")
     cells = {cell_of(row) for row in answers}
     again = len(answers) - len(cells)

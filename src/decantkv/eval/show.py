@@ -72,13 +72,13 @@ def print_best(
 ) -> None:
     """Print what was best on one half of the prompts and what it is worth on the other."""
     console = console or wide_console()
+    title = f"{heading(run['configuration'])}; {taken(rows)}"
     measure, against = _measure(rows), f"− {reference} there"
     names = ["tokens", "regime", "budget", "best on even prompts", f"{measure} there", "on odd prompts", against]
     lines = [
         [f"{b.length}", b.regime, b.budget, b.policy, str(b.seen), str(b.unseen), str(b.against) if b.against else ""]
         for b in best_on_the_other_half(rows, reference=reference, measure=measure)
     ]
-    title = f"{heading(run['configuration'])}; {taken(rows)}"
     console.print(fitted(names, lines, (names[4], against), console.width, title=title))
 
 
@@ -91,6 +91,8 @@ def heading(configuration: Mapping[str, Any]) -> str:
     needed = ("suite", "model", "dtype", "device", "note", "yarn")
     if missing := [name for name in needed if name not in configuration]:
         raise ValueError(f"results: expected a configuration with {missing[0]!r}, got none")
+    if not isinstance(configuration["yarn"], float | int) or abs(configuration["yarn"]) > 1e6:
+        raise ValueError(f"results: expected a configuration whose yarn is a factor, got {configuration['yarn']!r:.80}")
     parts = [configuration["suite"], configuration["model"], configuration["dtype"], configuration["device"]]
     if configuration["note"]:
         parts.append(configuration["note"])

@@ -269,7 +269,12 @@ def best_on_the_other_half(
 
     Args:
         reference, measure: as in `tables`.
+
+    Raises:
+        ValueError: as `tables`, or a prompt without a number.
     """
+    if unnumbered := [row["prompt"] for row in rows if not row["prompt"].rpartition("/")[2].isdecimal()]:
+        raise ValueError(f"results: expected prompts that end in a number, such as vt/4096/7, got {unnumbered[0]!r}")
     sign = 1 if measure == "score" else -1
     able_at = able(rows) if measure == "score" else {}
     common = set.intersection(*able_at.values()) if able_at else None
