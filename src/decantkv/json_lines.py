@@ -97,13 +97,24 @@ def write(file: Path, rows: Iterable[Mapping[str, Any]], **options: Any) -> None
 
 
 def read(file: Path) -> list[Row]:
-    """Every row of a file, .gz understood; a last line that a killed process left torn is left out.
+    """Every row of a file, as `numbered`.
+
+    Raises:
+        ValueError: no such file, or a line that is no JSON object; it is named.
+    """
+    return [row for _, row in numbered(file)]
+
+
+def numbered(file: Path) -> Iterator[tuple[int, Row]]:
+    """(line number, row) of a file, .gz understood; a last line that a killed process left torn is left out.
 
     Raises:
         ValueError: no such file, or a line that is no JSON object; it is named.
     """
     try:
-        return [parse(line, file, number) for number, line in lines(file) if not is_torn(line)]
+        for number, line in lines(file):
+            if not is_torn(line):
+                yield number, parse(line, file, number)
     except FileNotFoundError as error:
         raise ValueError(f"results: expected a file of rows, got none at {file}") from error
 

@@ -279,6 +279,29 @@ def test_one_run_at_a_time_writes_a_file_of_the_theory(tmp_path):
         with pytest.raises(ValueError, match="to stay while its run goes on"):
             theory.add(path, [{"kind": "done", "layer": 0}])
     with theory.only_run(path):
-        path.write_bytes(b'{"kind": "run"}\n\xff\n')
-    with pytest.raises(ValueError, match=r"rows\.jsonl line 2"):
+        path.write_bytes(b"\xff\n")
+    with pytest.raises(ValueError, match=r"rows\.jsonl line 1: expected a JSON object"):
         theory.read([path])
+
+
+@pytest.mark.parametrize(
+    ("record", "name"),
+    [
+        ({"kind": "run"}, "model"),
+        ({"kind": "done"}, "layer"),
+        ({"kind": "ratio", "layer": 0, "scope": "row", "pool": "x", "kv_head": 0, "pool_size": []}, "pool_size"),
+        ({"kind": ["run"], "layer": 0}, "kind"),
+    ],
+)
+def test_an_unclean_record_of_the_theory_is_named(tmp_path, record, name):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"kind": "note", "layer": 0}) + "\n" + json.dumps(record) + "\n")
+    with pytest.raises(ValueError, match=rf"rows\.jsonl line 2: .* with its '{name}', got "):
+        theory.read([path])
+
+
+def test_a_header_that_a_killed_run_left_torn_is_written_anew(tmp_path):
+    path, header = tmp_path / "rows.jsonl", {name: "" for name in theory._SAME} | {"kind": "run"}
+    path.write_text('{"kind": "ru')
+    assert theory.open_rows(path, header) == set()
+    assert json.loads(path.read_text()) == header

@@ -12,6 +12,16 @@ from decantkv import json_lines
 from decantkv.theory.measure import Record
 
 _SAME = ("model", "prompt_sha256", "tokens", "method", "budget", "plan", "dtype")  # what one run's files share
+_PARTS = {"geometry": {"layers"}, "plan": {"n_keep", "ks"}}  # objects in a run's header, and what is used of them
+_ENTRIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # texts and numbers that each kind of record has
+    "run": (("model", "prompt_sha256", "method", "budget", "dtype", "device"), ("tokens",)),
+    "assumptions": (("scope", "pool"), ("kv_head", "pool_size", "epsilon", "mass", "c", "c_upper", "k")),
+    "ratio": (
+        ("scope", "pool"),
+        ("kv_head", "pool_size", "k", "epsilon", "c", "c_upper", "best", "raw", "pooled", "attention", "differs"),
+    ),
+    "eviction": (("scope", "selection"), ("kv_head", "n_keep", "n_evicted", "epsilon", "mass_max", "shift", "output")),
+}
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -96,10 +106,10 @@ def open_rows(path: Path, header: Record) -> set[int]:
         if other != path and (lines := _lines(other)):  # a file without lines is one that another process just made
             _expect_same(other, lines[0], header)
             beside |= _done(lines)
-    if not path.exists() or path.stat().st_size == 0:
+    lines = _lines(path) if path.exists() else []
+    if not lines:
         json_lines.write(path, [header])
         return beside
-    lines = _lines(path)
     _expect_same(path, lines[0], header)
     done = _done(lines)
     whole = [line for line in lines if line["kind"] == "run" or line["layer"] in done]
@@ -124,15 +134,26 @@ def _done(lines: Sequence[Record]) -> set[int]:
 
 
 def _lines(path: Path) -> list[Record]:
-    """A file's records, of which each says its kind and, but for the header, its layer.
+    """A file's records.
 
     Raises:
-        ValueError: a line that is no record; it is named.
+        ValueError: a line that is no record, or without an entry that the tables use; it is named.
     """
-    records = json_lines.read(path)
-    for number, record in enumerate(records, start=1):
-        if not isinstance(record.get("kind"), str) or (
-            record["kind"] != "run" and type(record.get("layer")) is not int
-        ):
-            raise ValueError(f"{path}: expected records of a kind and a layer, got another as row {number}")
+    records = []
+    for number, record in json_lines.numbered(path):
+        kind = str(record.get("kind"))
+        texts, numbers = _ENTRIES.get(kind, ((), ()))
+        layer = () if kind == "run" else ("layer",)
+        wrong = [name for name in ("kind", *texts) if not isinstance(record.get(name), str)]
+        wrong += [name for name in (*layer, *numbers) if type(record.get(name)) not in (int, float, bool)]
+        if kind == "run":
+            wrong += [
+                name for name, of in _PARTS.items() if not isinstance(record.get(name), dict) or of - {*record[name]}
+            ]
+        if wrong:
+            raise ValueError(
+                f"{json_lines.place(path, number)}: expected a record {kind!r:.40} with its {wrong[0]!r}, "
+                f"got {record.get(wrong[0])!r:.80}"
+            )
+        records.append(record)
     return records
