@@ -11,7 +11,14 @@ from decantkv.report import blocks
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [
-    ROOT / name for name in ("README.md", "results/eval/README.md", "docs/should-i-evict.md", "docs/generation.md")
+    ROOT / name
+    for name in (
+        "README.md",
+        "docs/generation.md",
+        "docs/should-i-evict.md",
+        "results/eval/README.md",
+        "results/theory/README.md",
+    )
 ]
 
 

@@ -1,7 +1,7 @@
 """Tables of a document, made from committed rows: each lies between two comments, of which the first is its recipe.
 
     <!-- rows
-    of = "eval"                      # answers under results/eval; "halves"; "lines": files of JSON lines under results
+    of = "eval"                      # answers under results/eval; "halves", "ratios", "lines": see their functions
     …
     -->
     | the table |
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from decantkv.report.answer_tables import answer_table, halves_table
+from decantkv.report.ratio_tables import ratio_table
 
 BLOCK = re.compile(r"(<!-- rows\n(?P<recipe>.*?)-->\n)(?P<table>.*?)(?=<!-- end -->)", re.DOTALL)
 
@@ -63,6 +64,7 @@ def table(recipe: str, document: Path) -> str:
     makers: dict[str, Callable[[Path, Mapping[str, Any]], list[list[str]]]] = {
         "eval": answer_table,
         "halves": halves_table,
+        "ratios": ratio_table,
         "lines": line_table,
     }
     try:
