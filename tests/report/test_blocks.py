@@ -1,6 +1,7 @@
 """Documents print what their rows say, and the check would see it if they did not."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from typer.testing import CliRunner
 
 from decantkv.cli import app
 from decantkv.report import blocks
+from decantkv.report.answer_tables import answers
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [
@@ -96,7 +98,7 @@ def test_a_changed_number_is_found_and_named(document):
 def test_changed_rows_are_found(document):
     rows = document.parent / "results" / "eval" / "run" / "rows.jsonl"
     rows.write_text(rows.read_text().replace('"score": 0.5', '"score": 0.75'))
-    blocks.answer_table.__globals__["answers"].cache_clear()
+    answers.cache_clear()
     assert blocks.differences(document)
 
 
@@ -126,6 +128,16 @@ rows = [["we", {who = "we", digits = 1}], ["times", {who = "they", over = {who =
 
 def test_committed_documents_print_what_their_rows_say():
     assert [line for document in DOCUMENTS for line in blocks.differences(document)] == []
+
+
+NAMES = re.compile(r"\b[01]\.5 ?[Bb]\b|[Qq]wen2\.5|SmolLM2-\w+|\.jsonl")
+
+
+def test_decimals_of_the_evaluation_page_lie_in_tables_made_from_rows():
+    text = (ROOT / "results" / "eval" / "README.md").read_text(encoding="utf-8")
+    told = text[text.index("## How to read the tables") : text.index("## A late question is read by another path")]
+    prose = NAMES.sub("", blocks.BLOCK.sub("", told))
+    assert re.findall(r".*\d[.]\d.*", prose) == []
 
 
 def test_the_evaluation_page_is_held_by_its_rows():

@@ -9,7 +9,7 @@ import numpy as np
 from rich.cells import cell_len
 from rich.table import Table as RichTable
 
-from decantkv.eval.bootstrap import Bootstrap
+from decantkv.eval.bootstrap import Bootstrap, Interval, holm
 from decantkv.eval.chat import REGIMES
 from decantkv.eval.results import taken
 from decantkv.eval.statistics import REPEATED, Summary, best_on_the_other_half, tables
@@ -39,7 +39,10 @@ def print_tables(
     measure = _measure(rows)
     for one in tables(rows, reference=reference, measure=measure):
         what = "score" if measure == "score" else "negative log-likelihood a token of the answer, lower is better"
-        console.print(f"\n{one.length} tokens; {what}; full cache {one.full}; {one.prompts} prompts in the averages")
+        bare = f", without {', '.join(REPEATED)} {one.without.mean:.3f}" if one.without else ""
+        console.print(
+            f"\n{one.length} tokens; {what}; full cache {one.full}{bare}; {one.prompts} prompts in the averages"
+        )
         for name in REGIMES:
             here = [s for s in one.summaries if s.regime == name]
             if here:
@@ -113,8 +116,8 @@ def _table(
     rows = []
     for s in sorted(summaries, key=lambda s: (s.budget, -s.score.mean if scored else s.score.mean)):
         worst, full = s.by_task[s.worst]
-        mark = "**" if s.stands else "*" if s.against and s.against.clear else ""
-        columns = [s.policy, s.budget, f"{s.bytes:.1%}", str(s.score), f"{s.against}{mark}" if s.against else ""]
+        against = f"{s.against}{_mark(s.against, s.stands)}" if s.against else ""
+        columns = [s.policy, s.budget, f"{s.bytes:.1%}", str(s.score), against]
         if without in names:
             columns.append(_without(s))
         columns.append(f"{s.worst} {worst.mean:.2f} of {full:.2f}" if scored else f"{s.worst} {worst.mean:.2f}")
@@ -183,30 +186,39 @@ def fidelity(rows: Sequence[Mapping[str, Any]], *, reference: str = "dropkv", wi
         names = ["method", "budget", "bytes", "KL to full [95 %]", f"− {reference} [95 %]", "top-1 [95 %]"]
         names += ["output shift", "predicted", f"overlap with {reference}", "n"]
         lines = []
+        differences = {key: _difference(found, here.get((*key[:3], reference), {})) for key, found in here.items()}
+        compared = {key: one for key, one in differences.items() if one and key[3] != reference}
+        stands = dict(zip(compared, holm(list(compared.values())), strict=True))
         for key, found in sorted(here.items(), key=lambda item: (item[0][2], _mean(item[1], "kl"))):
-            base = here.get((*key[:3], reference), {}) if key[3] != reference else {}
-            columns = _fidelity_columns(found, base, reference)
+            against = f"{compared[key]}{_mark(compared[key], stands[key])}" if key in compared else ""
+            columns = _fidelity_columns(found, against, reference)
             lines.append([key[3], key[2], f"{_mean(found, 'bytes'):.1%}", *columns, str(len(found))])
         drop = ("n", "predicted", "output shift", names[-2], "top-1 [95 %]", "bytes", names[4])
-        shown.append(fitted(names, lines, drop, width, title=f"{length} tokens, regime: {regime}"))
+        title = f"{length} tokens, regime: {regime}"
+        shown.append(fitted(names, lines, drop, width, title=title, caption=_MARKS if compared else ""))
     return shown
 
 
-def _fidelity_columns(
-    found: Mapping[str, Mapping[str, Any]], base: Mapping[str, Mapping[str, Any]], reference: str
-) -> tuple[str, ...]:
+def _fidelity_columns(found: Mapping[str, Mapping[str, Any]], against: str, reference: str) -> tuple[str, ...]:
     kl, top1 = (
         Bootstrap({"text": sorted(found)}).interval({prompt: row[name] for prompt, row in found.items()})
         for name in ("kl", "top1")
     )
-    both = sorted(found.keys() & base.keys())
-    paired = Bootstrap({"text": both}).interval({p: found[p]["kl"] - base[p]["kl"] for p in both}) if both else ""
     shifts = [row["shift"] for row in found.values() if "shift" in row]
     real, predicted = (
         f"{np.mean([np.mean(shift[name]) for shift in shifts]):.3f}" if shifts else "" for name in ("real", "predicted")
     )
     shared = [row["overlap"][reference] for row in found.values() if reference in row.get("overlap", {})]
-    return (str(kl), str(paired), str(top1), real, predicted, f"{np.mean(shared):.2f}" if shared else "")
+    return (str(kl), against, str(top1), real, predicted, f"{np.mean(shared):.2f}" if shared else "")
+
+
+def _difference(found: Mapping[str, Mapping[str, Any]], base: Mapping[str, Mapping[str, Any]]) -> Interval | None:
+    both = sorted(found.keys() & base.keys())
+    return Bootstrap({"text": both}).interval({p: found[p]["kl"] - base[p]["kl"] for p in both}) if both else None
+
+
+def _mark(difference: Interval, stands: bool) -> str:
+    return "**" if stands else "*" if difference.clear else ""
 
 
 def _mean(rows: Mapping[str, Mapping[str, Any]], name: str) -> float:

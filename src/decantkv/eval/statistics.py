@@ -63,11 +63,13 @@ class Table:
 
     Attributes:
         prompts: how many the averages have where a method was measured on all.
+        without: the full cache's average without the tasks of one repeated line, None as in `Summary`.
     """
 
     length: int
     prompts: int
     full: Interval
+    without: Interval | None
     summaries: tuple[Summary, ...]
     left_out: Mapping[str, float]
     begun: tuple[str, ...] = ()
@@ -144,7 +146,10 @@ def _table(
     whole = Bootstrap(chosen).interval({key: row[measure] for key, row in here.items()})
     shown = _corrected([s for s in summaries if s is not None])
     prompts = sum(len(keys) for keys in chosen.values())
-    return Table(length, prompts, whole, shown, left_out, tuple(sorted(begun - {s.policy for s in shown})))
+    others = {task: keys for task, keys in chosen.items() if task not in REPEATED}
+    scores = {key: row[measure] for key, row in here.items()}
+    without = Bootstrap(others).interval(scores) if 0 < len(others) < len(chosen) else None
+    return Table(length, prompts, whole, without, shown, left_out, tuple(sorted(begun - {s.policy for s in shown})))
 
 
 def _corrected(summaries: Sequence[Summary]) -> tuple[Summary, ...]:

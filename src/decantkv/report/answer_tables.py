@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ AXES = ("lengths", "regimes", "budgets", "tasks")
 SHORT = {"aware": "read before", "aware-question": "answer prefix unread", "agnostic": "late"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Answers:
     """One folder's rows: tasks of prompts by length, answers by cell and prompt, and what the full cache can do."""
 
@@ -64,7 +64,7 @@ def answers(folder: Path) -> Answers:
     return Answers(tasks, cells, able(rows), rows)
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
 class _Cell:
     found: Interval | None
     kind: str  # "mean", "difference", "share" or "prompts"
@@ -78,19 +78,9 @@ def answer_table(root: Path, recipe: Mapping[str, Any]) -> list[list[str]]:
     axes: dict[str, Sequence[Any]] = {axis: recipe.get(axis, ["all"]) for axis in AXES}
     columns = [axis for axis in AXES if axis in recipe.get("columns", [a for a in AXES if len(axes[a]) > 1])]
     inside = [axis for axis in AXES if axis not in columns]
-    scored = recipe.get("measure", "score") == "score"
-    common = (
-        set.intersection(*(_folder(folders, length).able[length] for length in axes["lengths"])) if scored else None
-    )
-    cells: dict[tuple[int, tuple[Any, ...], tuple[Any, ...]], _Cell] = {}
     heads = list(product(*(axes[axis] for axis in columns)))
     parts = list(product(*(axes[axis] for axis in inside)))
-    for head, part in product(heads, parts):
-        place = dict(zip([*columns, *inside], [*head, *part], strict=True))
-        here = _folder(folders, place["lengths"])
-        judged = here.able[place["lengths"]] if recipe.get("each") and scored else common
-        for i, (_, term) in enumerate(recipe["rows"]):
-            cells[i, head, part] = _cell(here, place, judged, term, recipe.get("measure", "score"))
+    cells = _cells(folders, recipe, axes["lengths"], [(*columns, *inside), *(h + p for h, p in product(heads, parts))])
     compared = [cell.found for cell in cells.values() if cell.kind == "difference" and cell.found]
     stands = {id(one): yes for one, yes in zip(compared, holm(compared), strict=True)}
     varied = [axis for axis in columns if len(axes[axis]) > 1] or columns
@@ -104,11 +94,28 @@ def answer_table(root: Path, recipe: Mapping[str, Any]) -> list[list[str]]:
         for head in heads:
             groups: dict[tuple[Any, ...], list[str]] = defaultdict(list)
             for part in parts:  # groups of tasks within, others outside
-                groups[part[:-1] if "tasks" in inside else part].append(_text(cells[i, head, part], stands, recipe))
+                groups[part[:-1] if "tasks" in inside else part].append(_text(cells[i, head + part], stands, recipe))
             shown = [" / ".join(dict.fromkeys(group) if set(group) == {"–"} else group) for group in groups.values()]
-            texts.append(", ".join(dict.fromkeys(shown) if cells[i, head, parts[0]].kind == "prompts" else shown))
+            texts.append(", ".join(dict.fromkeys(shown) if cells[i, head + parts[0]].kind == "prompts" else shown))
         lines.append([title, *texts])
     return lines
+
+
+def _cells(
+    folders: Sequence[Answers], recipe: Mapping[str, Any], lengths: Sequence[int], places: Sequence[tuple[Any, ...]]
+) -> dict[tuple[int, tuple[Any, ...]], _Cell]:
+    """(row, place) -> cell; the first of the places names the axes."""
+    measure, found = recipe.get("measure", "score"), {}
+    can = {length: frozenset(_folder(folders, length).able.get(length, ())) for length in lengths}
+    common = frozenset.intersection(*can.values())
+    for values in places[1:]:
+        place = dict(zip(places[0], values, strict=True))
+        length = place["lengths"]
+        judged = None if measure != "score" else can[length] if recipe.get("each") else common
+        for i, (_, term) in enumerate(recipe["rows"]):
+            where = (length, place["regimes"], place["budgets"])
+            found[i, values] = _cell(_folder(folders, length), where, place["tasks"], judged, term, measure)
+    return found
 
 
 def halves_table(root: Path, recipe: Mapping[str, Any]) -> list[list[str]]:
@@ -135,19 +142,28 @@ def _folder(folders: Sequence[Answers], length: int) -> Answers:
     return found[0]
 
 
-def _cell(here: Answers, place: Mapping[str, Any], judged: set[str] | None, term: str, measure: str) -> _Cell:
-    length, wanted = place["lengths"], place["tasks"]
-    chosen = _group(wanted, {t for t in here.tasks[length].values() if judged is None or t in judged})
-    keys = {key for key, task in here.tasks[length].items() if task in chosen}
+@cache  # documents print the same cells
+def _cell(
+    here: Answers, where: tuple[int, str, str], wanted: str, judged: frozenset[str] | None, term: str, measure: str
+) -> _Cell:
+    """One cell's number.
+
+    Args:
+        where: length, regime, budget.
+        wanted: group of tasks; judged: those that "all" means, None for every one.
+    """
+    tasks = here.tasks[where[0]]
+    chosen = _group(wanted, {task for task in tasks.values() if judged is None or task in judged})
+    keys = {key for key, task in tasks.items() if task in chosen}
     if term == "prompts":
         return _Cell(None, "prompts", len(keys))
     kind = "difference" if " - " in term else "share" if " / " in term else "mean"
     names = term.split(" - " if kind == "difference" else " / ")
-    values = [_values(here, place, name, measure) for name in names]
+    values = [_values(here, where, name, measure) for name in names]
     shared = sorted(keys.intersection(*values))
     if not shared:
         return _Cell(None, kind)
-    groups = Bootstrap(grouped(shared, here.tasks[length]))
+    groups = Bootstrap(grouped(shared, tasks))
     if kind == "difference":
         found = groups.interval({key: values[0][key] - values[1][key] for key in shared})
     elif kind == "share":
@@ -158,11 +174,9 @@ def _cell(here: Answers, place: Mapping[str, Any], judged: set[str] | None, term
     return _Cell(found, kind, len(shared), len(shared) == len(keys))
 
 
-def _values(here: Answers, place: Mapping[str, Any], policy: str, measure: str) -> dict[str, float]:
-    length, regime = place["lengths"], place["regimes"]
-    rows = here.cells.get(
-        (length, "any", "full", "1") if policy == "full" else (length, regime, policy, place["budgets"])
-    )
+def _values(here: Answers, where: tuple[int, str, str], policy: str, measure: str) -> dict[str, float]:
+    length, regime, budget = where
+    rows = here.cells.get((length, "any", "full", "1") if policy == "full" else (length, regime, policy, budget))
     rows = rows or here.cells.get((length, regime, policy, "-"), {})
     return {key: float(row[measure]) for key, row in rows.items() if measure in row}
 

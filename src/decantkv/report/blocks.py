@@ -87,9 +87,10 @@ def results(document: Path) -> Path:
 def line_table(root: Path, recipe: Mapping[str, Any]) -> list[list[str]]:
     """Numbers of JSON lines: a cell is one field of the one row that its column's and its line's conditions leave.
 
-    The recipe's `columns` and `rows` are lists of [title, conditions]; conditions are a table of field = value, dotted
-    fields reach inside, "none" is null, and what is not a condition says what to print: `file`, `field` (or a list of fields, joined by
-    a comma), `scale`, `digits`, `over` (conditions of a row to divide by).
+    The recipe's `columns` and `rows` are lists of [title, conditions]. Conditions are a table of field = value; dotted
+    fields reach inside and "none" is null. What is no condition says what to print: `file`, `field` (or a list of
+    fields, joined by a comma), `scale`, `digits`, `choose` (of several rows, that with the highest value of a field),
+    `over` (conditions of a row to divide by).
     """
     shared = {key: value for key, value in recipe.items() if key not in ("of", "columns", "rows", "corner")}
     lines = [[recipe.get("corner", ""), *(title for title, _ in recipe["columns"])]]
@@ -125,7 +126,11 @@ def _cell(root: Path, wanted: Mapping[str, Any]) -> str:
 def _row(root: Path, file: str, conditions: Mapping[str, Any], choose: str | None) -> Mapping[str, Any]:
     """The one row under the conditions; with `choose`, that with the highest value of this field."""
     lines: list[dict[str, Any]] = [json.loads(x) for x in (root / file).read_text(encoding="utf-8").splitlines()]
-    found = [row for row in lines if all(_field(row, key) == (None if value == "none" else value) for key, value in conditions.items())]
+    found = [
+        row
+        for row in lines
+        if all(_field(row, key) == (None if value == "none" else value) for key, value in conditions.items())
+    ]
     if choose:
         found = sorted(found, key=lambda row: _field(row, choose) or 0.0)[-1:]
     if len(found) != 1:
