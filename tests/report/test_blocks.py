@@ -18,6 +18,7 @@ DOCUMENTS = [
         "README.md",
         "docs/generation.md",
         "docs/should-i-evict.md",
+        "docs/vllm.md",
         "results/eval/README.md",
         "results/theory/README.md",
     )
