@@ -5,9 +5,8 @@ import re
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from decantkv.cli import app
+from decantkv.cli import main
 from decantkv.report import blocks
 from decantkv.report.answer_tables import answers
 
@@ -88,12 +87,28 @@ def test_a_table_is_what_the_rows_give(document):
     assert not blocks.rewrite(document)
 
 
-def test_a_changed_number_is_found_and_named(document):
+def test_a_changed_number_is_found_and_named(document, capsys):
     document.write_text(document.read_text().replace("75.0", "76.0"))
     (found,) = blocks.differences(document)
     assert "page.md:17: expected | mine | 75.0 / 50.0 |, got | mine | 76.0 / 50.0 |" in found
-    result = CliRunner().invoke(app, ["report", "--check", str(document)])
-    assert result.exit_code != 0
+    with pytest.raises(SystemExit) as exit_of:
+        main(["report", "--check", str(document)])
+    assert exit_of.value.code == 1
+    assert "| mine | 75.0 / 50.0 |" in capsys.readouterr().err
+
+
+def test_documents_that_print_their_rows_pass(document, capsys):
+    with pytest.raises(SystemExit) as exit_of:
+        main(["report", "--check", str(document)])
+    assert exit_of.value.code in (0, None)
+    assert "1 tables" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("mark", ["<!-- rows\n", "<!-- end -->\n"])
+def test_a_block_that_is_not_whole_is_refused(document, mark):
+    document.write_text(document.read_text().replace(mark, ""))
+    with pytest.raises(ValueError, match="expected <!-- "):
+        blocks.differences(document)
 
 
 def test_changed_rows_are_found(document):

@@ -27,7 +27,7 @@ BLOCK = re.compile(r"(<!-- rows\n(?P<recipe>.*?)-->\n)(?P<table>.*?)(?=<!-- end 
 
 def differences(document: Path) -> list[str]:
     """What a document's blocks print otherwise than their recipes give; one line each."""
-    text = document.read_text(encoding="utf-8")
+    text = _read(document)
     found = []
     for block in BLOCK.finditer(text):
         line = text.count("\n", 0, block.start("table")) + 1
@@ -43,16 +43,31 @@ def differences(document: Path) -> list[str]:
 
 def count(document: Path) -> int:
     """How many blocks a document has."""
-    return len(BLOCK.findall(document.read_text(encoding="utf-8")))
+    return len(BLOCK.findall(_read(document)))
 
 
 def rewrite(document: Path) -> bool:
     """Make a document's tables anew; whether anything changed."""
-    text = document.read_text(encoding="utf-8")
+    text = _read(document)
     new = BLOCK.sub(lambda block: block[1] + table(block["recipe"], document), text)
     if new != text:
         document.write_text(new, encoding="utf-8")
     return new != text
+
+
+def _read(document: Path) -> str:
+    """A document whose blocks are whole.
+
+    Raises:
+        ValueError: a block without an end, or an end without a block; the line is named.
+    """
+    text = document.read_text(encoding="utf-8")
+    marks = [(n, line) for n, line in enumerate(text.splitlines(), 1) if line in ("<!-- rows", "<!-- end -->")]
+    expected = [("<!-- rows", "<!-- end -->")[i % 2] for i in range(len(marks) + len(marks) % 2)]
+    for (number, line), wanted in zip([*marks, (text.count("\n") + 1, "the end of the file")], expected, strict=False):
+        if line != wanted:
+            raise ValueError(f"report: {document}:{number}: expected {wanted}, got {line}")
+    return text
 
 
 def table(recipe: str, document: Path) -> str:

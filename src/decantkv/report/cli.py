@@ -47,6 +47,8 @@ def _documents(documents: list[Path], rewrite: bool) -> None:
             console.print(f"{document}: {'rewritten' if blocks.rewrite(document) else 'as it was'}")
         return
     found = [line for document in documents for line in blocks.differences(document)]
+    for line in found:
+        console.print(line)
     if found:
-        raise ValueError("report: expected documents that print what their rows say, got\n" + "\n".join(found))
+        raise typer.Exit(1)
     console.print(f"{sum(map(blocks.count, documents))} tables say what their rows say")
