@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import cache_utils
 
 from decantkv.buffers import ROOM, SlackStore
-from decantkv.precision import without_autocast, writable
+from decantkv.precision import alike, without_autocast, writable
 
 Inner = Literal["plain", "fp8", "static"]
 
@@ -104,7 +104,7 @@ class StaticStore(SlackStore):
         """Copy into a layer with room for all new tokens that were announced, or a step's worth where none were."""
         with torch.device(keys.device):  # where it counts, whatever the default device
             self._layer: Any = cache_utils.StaticLayer(keys.shape[2] + (announced or ROOM))
-            self._layer.update(keys, values)
+            self._layer.update(*alike(keys, values))  # until transformers 5 both tensors take the keys' dtype
         self.length = keys.shape[2]
 
     @property
