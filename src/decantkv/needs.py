@@ -91,12 +91,13 @@ def _plain_weight(projection: nn.Module) -> Tensor | None:
     conv = type(projection).__name__ == "Conv1D"  # GPT-2's holds [in, out], Linear [out, in]
     if not conv and type(projection).forward is not nn.Linear.forward:
         return None
-    if "forward" in vars(projection) and not hasattr(projection, "_hf_hook"):
-        return None  # somebody has put another forward on this very layer
     with _loaded(projection):
         weight: Any = projection.weight
-    if hasattr(weight, "to_local"):  # spread over processes: this one's heads
-        weight = weight.to_local()
+    spread = hasattr(weight, "to_local")  # over processes, whose exchange transformers puts around the forward
+    if "forward" in vars(projection) and not spread and not hasattr(projection, "_hf_hook"):
+        return None  # somebody has put another forward on this very layer
+    if spread:
+        weight = weight.to_local()  # this process's heads
     readable = type(weight) in (nn.Parameter, Tensor) and not weight.is_meta and weight.dtype in _READABLE
     if not readable or weight.dim() != 2:
         return None

@@ -51,7 +51,7 @@ def test_the_output_projection_is_each_heads_slice(build):
 
 
 def test_a_module_without_an_output_projection_is_refused():
-    with pytest.raises(ValueError, match="expected an attention module with a floating-point output projection"):
+    with pytest.raises(ValueError, match="expected an attention module with an output projection"):
         output_projection(torch.nn.Linear(3, 3), torch.empty(1, 2, 1, 4), torch.empty(1, 1, 1, 4))
     model = tiny.llama()
     for layer in model.model.layers:
