@@ -40,21 +40,27 @@ def counting(stop: int | None, places: tuple[str, ...] = PLACES) -> Iterator[lis
 
 
 def interrupted(
-    do: Callable[[], object], number: int, places: tuple[str, ...] = PLACES, first: int = 1
-) -> Iterator[BaseException | None]:
-    """Do it again and again, each time interrupted before another of its lines; yields after each.
+    do: Callable[[], object], number: int, places: tuple[str, ...] = PLACES, *, keep: bool = False
+) -> Iterator[bool]:
+    """Do it again and again, each time interrupted before another of its lines; yields whether it was, after each.
+
+    An interrupt inside a finalizer goes no further.
 
     Args:
-        number: of places, spread evenly over all lines that `do` runs, from line `first` on; 0: every line.
+        number: of lines to interrupt it before, spread evenly over all that `do` runs.
+        keep: leave the traceback where a notebook keeps it, and with it every frame.
     """
     with counting(None, places) as lines:
         do()
-    step = max(1, lines[0] // number) if number else 1
-    for stop in range(first, lines[0] + 1, step):
+    for stop in range(1, lines[0] + 1, max(1, lines[0] // number)):
+        stopped = False
         try:
             with counting(stop, places):
                 do()
         except KeyboardInterrupt as error:
-            yield error
-        else:
-            yield None
+            stopped = True
+            if keep:
+                sys.last_traceback = error.__traceback__
+        yield stopped
+        if keep:
+            sys.last_traceback = None

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import gc
 import sys
+import threading
+import weakref
 
 import pytest
 import torch
+from transformers import modeling_utils
+from transformers.models.llama import modeling_llama
 
-from decantkv import interface
+import decantkv
+from decantkv import integration, interface
 from decantkv.cache import EvictingCache, cache_argument
 from tests import tiny
 from tests.families import build
@@ -42,12 +47,10 @@ def test_no_later_forward_is_answered_by_a_cache_whose_forward_was_interrupted(n
             model(**inputs, **{argument: cache})
             model(more, **mask, **{argument: cache})
 
-        for error in interrupted(turn, 70, ("/transformers/models/",)):
-            sys.last_traceback = None if error is None else error.__traceback__  # as a notebook keeps it
+        for _ in interrupted(turn, 70, ("/transformers/models/",), keep=True):
             waited += interface.pending() is not None
             again = [model(**x, use_cache=False).logits for x in (inputs, {"input_ids": more})]
             assert all(torch.equal(x, y) for x, y in zip(again, plain, strict=True))
-        sys.last_traceback = None
     assert waited, "no interrupt came between update and attention"
 
 
@@ -108,10 +111,158 @@ def test_crop_takes_an_interrupted_step_back_from_layers_of_unequal_lengths(sett
             model(one, **{argument: cache})
             cache.crop(30)
 
-        for error in interrupted(step, 12, ("/transformers/models/",)):
-            if error is not None:
+        for stopped in interrupted(step, 12, ("/transformers/models/",)):
+            if stopped:
                 unequal += len({layer.get_seq_length() for layer in cache.layers}) > 1
                 cache.crop(30)
             torch.testing.assert_close(model(one, **{argument: cache}).logits, once, rtol=0, atol=1e-6)
             cache.crop(30)
     assert unequal
+
+
+def footprint(model):
+    """Everything attach may touch, by identity."""
+    gc.collect()  # caches of earlier tests hold the wrapped functions
+    modules = [dict(vars(part)[name]) for part in model.modules() for name in sorted(vars(part)) if "hooks" in name]
+    functions = dict(modeling_utils.ALL_ATTENTION_FUNCTIONS._global_mapping)
+    return modules, functions, modeling_llama.eager_attention_forward, set(vars(model))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize(("settings", "number"), [(None, 25), ({}, 8), ({"decode": "own", "every": 3}, 8)], ids=str)
+def test_an_interrupt_anywhere_leaves_the_model_as_it_was(settings, number):
+    """In attach and detach, and with settings in the forwards and generate between them."""
+    gc.collect()
+    model, ids = tiny.llama(), tiny.prompt(40)
+    options = {"max_new_tokens": 6, **tiny.GREEDY}
+    before, plain = footprint(model), model.generate(ids, **options)
+
+    def once():
+        with decantkv.attach(model, budget=0.3, window=4, **(settings or {})):
+            if settings is not None:
+                model.generate(ids, **options)
+
+    places = ("/decantkv/",) if settings is None else ("/decantkv/", "/transformers/models/", "/cache_utils.py")
+    interrupts = 0
+    for stopped in interrupted(once, number, places):
+        interrupts += stopped
+        gc.collect()
+        assert footprint(model) == before
+        assert model not in integration._attached
+        assert not interface._patches
+        assert interface.pending() is None
+    assert interrupts > 5
+    assert torch.equal(model.generate(ids, **options), plain)
+    once()
+    assert footprint(model) == before
+
+
+def wrapped(model, calls):
+    inner = model.forward
+
+    def theirs(*args, **kwargs):
+        calls.append(1)
+        return inner(*args, **kwargs)
+
+    model.forward = theirs
+
+
+def test_what_others_put_around_the_forward_stays_theirs():
+    model, ids, calls = tiny.llama(), tiny.prompt(40), []
+    options = {"max_new_tokens": 3, **tiny.GREEDY}
+    plain, class_forward = model.generate(ids, **options), model.forward
+    run = decantkv.attach(model, budget=0.3, window=4)
+    ours = model.forward
+    wrapped(model, calls)
+    evicted = model.generate(ids, **options)
+    run.detach()
+    before = len(calls)
+    assert torch.equal(model.generate(ids, **options), plain)
+    assert len(calls) > before, "another library's wrapper is kept"
+    model.forward = ours  # as accelerate's removal does: what it found
+    assert torch.equal(model.generate(ids, **options), plain)
+    with decantkv.attach(model, budget=0.3, window=4) as run:
+        assert torch.equal(model.generate(ids, **options), evicted)
+        assert run.report().evictions == 3
+    assert model.forward == class_forward
+    assert "forward" not in vars(model)
+
+
+def test_what_others_removed_is_not_missed():
+    model, ids = tiny.llama(), tiny.prompt(40)
+    before = footprint(model)
+    run = decantkv.attach(model, budget=0.3, window=4)
+    del model.forward
+    model.model._forward_hooks.clear()
+    run.detach()
+    run.detach()
+    assert footprint(model)[1:] == before[1:]
+    model.generate(ids, max_new_tokens=2, **tiny.GREEDY)
+
+
+def test_a_run_is_ended_from_another_thread_and_twice():
+    model = tiny.llama()
+    before = footprint(model)
+    run = decantkv.attach(model, budget=0.3, window=4)
+    threads = [threading.Thread(target=run.detach) for _ in range(4)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    assert footprint(model) == before
+
+
+@pytest.mark.parametrize("settings", [{}, {"decode": "own", "every": 2}], ids=str)
+@pytest.mark.parametrize("keeps", ["nothing", "the run", "the cache"])
+def test_a_model_that_is_attached_and_dropped_is_collected(keeps, settings):
+    model, argument = tiny.llama(), cache_argument(tiny.llama())
+    run = decantkv.attach(model, budget=0.3, window=4, **settings)
+    out = model.generate(tiny.prompt(50), max_new_tokens=5, return_dict_in_generate=True, **tiny.GREEDY)
+    kept = {"nothing": None, "the run": run, "the cache": out[argument]}[keeps]
+    watched = [weakref.ref(model), *(weakref.ref(parameter) for parameter in model.parameters())]
+    del model, run, out
+    gc.collect()
+    assert not [ref for ref in watched if ref() is not None]
+    assert keeps == "nothing" or kept.report().evictions
+
+
+def test_a_run_whose_caller_dropped_it_goes_on_unless_its_context_began():
+    model, ids = tiny.llama(), tiny.prompt(40)
+    before, options = footprint(model), {"max_new_tokens": 2, **tiny.GREEDY}
+    decantkv.attach(model, budget=0.3, window=4)
+    gc.collect()
+    assert model.generate(ids, return_dict_in_generate=True, **options)[cache_argument(model)].layers[0].stored == 13
+    [run] = [ref() for ref in integration._attached[model].runs]
+    run.__enter__()
+    del run
+    gc.collect()
+    assert footprint(model) == before
+
+
+def test_generations_in_threads_keep_the_run_they_began_with():
+    """While another thread attaches and detaches: each answer is one of the two legal ones."""
+    model = tiny.llama(num_hidden_layers=2, hidden_size=32, num_attention_heads=4, intermediate_size=32)
+    ids, options = tiny.prompt(40), {"max_new_tokens": 4, **tiny.GREEDY}
+    legal = [model.generate(ids, **options)]
+    with decantkv.attach(model, budget=0.3, window=4):
+        legal.append(model.generate(ids, **options))
+    wrong, done = [], threading.Event()
+
+    def work():
+        try:
+            while not done.is_set():
+                made = model.generate(ids, **options)
+                wrong.extend([] if any(torch.equal(made, x) for x in legal) else [made])
+        except Exception as error:
+            wrong.append(error)
+
+    threads, interval = [threading.Thread(target=work) for _ in range(3)], sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        [thread.start() for thread in threads]
+        for _ in range(250):
+            with decantkv.attach(model, budget=0.3, window=4):
+                threading.Event().wait(0.002)
+    finally:
+        done.set()
+        [thread.join() for thread in threads]
+        sys.setswitchinterval(interval)
+    assert not wrong

@@ -5,9 +5,8 @@ Two hooks on a model's decoder see every forward begin and end while an evicting
 
 from __future__ import annotations
 
-import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,59 +14,57 @@ from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
 from decantkv.evicting import EvictingLayer
+from decantkv.interface import Hold, any_left, lock
 from decantkv.layers import PromptLayer
 from decantkv.masks import padded_turn
 from decantkv.needs import decoder_of
 
 _BEFORE, _TORN = "_decantkv_before", "_decantkv_torn"  # on a cache: its length when a forward began; layers differ
-_lock = threading.RLock()  # a cache may be collected, and let go, while another one is made
-_watched: dict[int, tuple[int, list[Any]]] = {}
+_watched: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[Hold]] = weakref.WeakKeyDictionary()
 
 
-class Watch:
-    """Keeps the hooks on one model's decoder; released when collected."""
+class Watch(Hold):
+    """Keeps the hooks on one model's decoder; released when closed or collected."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = weakref.ref(model)
-        weakref.finalize(self, _let_go, _watch(decoder_of(model)))
+    def _acquire(self, model: nn.Module) -> None:
+        decoder = decoder_of(model)
+        with lock:
+            _watched.setdefault(decoder, weakref.WeakSet()).add(self)
+            if _begin not in decoder._forward_pre_hooks.values():
+                decoder.register_forward_pre_hook(_begin, with_kwargs=True)
+            if _end not in decoder._forward_hooks.values():
+                decoder.register_forward_hook(_end, with_kwargs=True, always_call=True)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Watch:
-        model = self._model()
-        if model is None:
-            raise RuntimeError("a cache cannot be copied after its model is gone")
-        return Watch(model)
-
-
-def _watch(decoder: nn.Module) -> int:
-    with _lock:
-        holders, hooks = _watched.get(id(decoder), (0, []))
-        if not holders:
-            hooks = [
-                decoder.register_forward_pre_hook(_begin, with_kwargs=True),
-                decoder.register_forward_hook(_end, with_kwargs=True, always_call=True),
-            ]
-        _watched[id(decoder)] = (holders + 1, hooks)
-        return id(decoder)
+    @staticmethod
+    def _restore() -> None:
+        for decoder, holders in list(_watched.items()):
+            if not any_left(holders):
+                unhook(decoder, _begin)
+                unhook(decoder, _end)
+                _watched.pop(decoder, None)
 
 
-def _let_go(decoder: int) -> None:
-    with _lock:
-        holders, hooks = _watched.pop(decoder)
-        if holders > 1:
-            _watched[decoder] = (holders - 1, hooks)
-            return
-        for hook in hooks:
-            hook.remove()
+def unhook(module: nn.Module, hook: Callable[..., Any]) -> None:
+    """Take a hook out of a module's hooks, by what it is, since an interrupt may have lost its handle."""
+    for hooks, *marks in (
+        (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
+        (module._forward_hooks, module._forward_hooks_with_kwargs, module._forward_hooks_always_called),
+    ):
+        for number in [number for number, other in list(hooks.items()) if other == hook]:
+            for table in (*marks, hooks):
+                table.pop(number, None)
 
 
-def _begin(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _begin(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
     """Remember how long the cache is.
+
+    Torch's tables of hooks differ for a moment while another thread adds or removes one: then `kwargs` do not come.
 
     Raises:
         ValueError: the forward before this one left layers of unequal length, or this one cannot be carried out.
     """
-    cache = _cache_among(args, kwargs)
-    if cache is None:
+    cache = None if kwargs is None else _cache_among(args, kwargs)
+    if cache is None or kwargs is None:
         return
     layer = next((layer for layer in cache.layers if isinstance(layer, PromptLayer)), None)
     before = cache.get_seq_length() if layer is None else layer.logical
@@ -91,8 +88,11 @@ def _begin(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     vars(cache)[_BEFORE] = before
 
 
-def _end(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+def _end(decoder: nn.Module, args: tuple[Any, ...], *kwargs_and_output: Any) -> None:
     """Take back what a forward without an output stored."""
+    if len(kwargs_and_output) < 2:  # as in `_begin`
+        return
+    kwargs, output = kwargs_and_output
     cache = _cache_among(args, kwargs)
     before = None if cache is None else vars(cache).pop(_BEFORE, None)
     if cache is not None and before is not None and output is None:

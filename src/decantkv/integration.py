@@ -32,7 +32,7 @@ from decantkv.cache import (
     give_up,
     new_recorder,
 )
-from decantkv.forwards import Watch
+from decantkv.forwards import Watch, unhook
 from decantkv.fused import Standin, standins
 from decantkv.generating import check_chunks, first_the_prompt, is_chunked, number_chunk, refuse_continuous_batching
 from decantkv.graphs import StepGraphs, Trust
@@ -47,8 +47,8 @@ from decantkv.records import Report
 from decantkv.settings import Settings
 from decantkv.weighing import Weighing, undecided, weighed
 
-_lock = threading.Lock()
 _attached: weakref.WeakKeyDictionary[PreTrainedModel, _Attachment] = weakref.WeakKeyDictionary()
+_methods: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()  # every method that an attachment put on a model
 
 
 def attach(
@@ -108,7 +108,13 @@ def attach(
     )
     model = checked_model(model)
     bounds = Bounds(prefill_chunk, max_kv_tokens, every, decode_budget, protect_prompt, decode, store, reuse_lse)
-    return Run(model, settings, bounds.check(settings))
+    run = Run(model, settings, bounds.check(settings))
+    try:
+        run.begin()
+        return run
+    except BaseException:  # an interrupt: the caller gets no run that could be detached
+        run.detach()
+        raise
 
 
 class Run:
@@ -120,24 +126,38 @@ class Run:
         )  # refuse now what a prompt would be refused for
         self.settings, self.recorder, self.bounds = settings, new_recorder(settings, bounds), bounds
         self.recorder.weights = sum(parameter.nbytes for parameter in model.parameters())
-        self.thread = threading.get_ident()
+        self.thread = weakref.ref(threading.current_thread())
         self.trust = Trust()
-        self._model: PreTrainedModel | None = model
-        with _lock:
-            attachment = _attached.get(model)
-            if attachment is None:
-                attachment = _attached[model] = _Attachment(model)
-            attachment.runs.append(self)
+        self.ended = False
+        self._model = weakref.ref(model, functools.partial(_without_standins, self.trust))
+        weakref.finalize(self, interface.thoroughly, _undo)
+
+    def begin(self) -> None:
+        """Switch eviction on, until `detach`."""
+        model = self._model()
+        if model is None or self.ended:
+            raise RuntimeError("the run is detached")
+        with interface.lock:
+            attachment = _attached.get(model) or _Attachment(model)
+            attachment.add(self)
+            _attached[model] = attachment
+            attachment.install(model)
 
     def __repr__(self) -> str:
-        model = "detached" if self._model is None else f"attached to {type(self._model).__name__}"
+        held = None if self.ended else self._model()
+        model = "detached" if held is None else f"attached to {type(held).__name__}"
         return f"Run({self.recorder.method}, budget {self.recorder.budget}, {model})"
 
     def new_cache(self) -> EvictingCache:
         """An empty cache that evicts by this run's settings and reports to it."""
-        if self._model is None:
+        model = self._model()
+        if model is None or self.ended:
             raise RuntimeError("the run is detached")
-        return EvictingCache.of(self._model, self.settings, self.recorder, self.bounds)
+        return self.cache_for(model)
+
+    def cache_for(self, model: PreTrainedModel) -> EvictingCache:
+        """As `new_cache`, also where another thread has detached the run since."""
+        return EvictingCache.of(model, self.settings, self.recorder, self.bounds)
 
     def report(self) -> Report:
         """What was kept and dropped so far, as text or JSON."""
@@ -151,23 +171,38 @@ class Run:
 
     def detach(self) -> None:
         """Switch eviction off and leave the model as it was; a second call does nothing."""
-        with _lock:
-            if self._model is None:
-                return
-            attachment = _attached[self._model]
-            attachment.runs.remove(self)
-            if not attachment.runs:
-                attachment.remove()
-                del _attached[self._model]
-            self._model = self.trust.standins = None  # whoever reads the report later does not hold the weights
+        self.ended = True
+        self.trust.standins = None  # whoever reads the report later does not hold the weights
+        interface.forget()
+        interface.thoroughly(_undo)
 
     def __enter__(self) -> Self:
+        model = self._model()
+        if model is not None and model in _attached:
+            _attached[model].hold_weakly(self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.detach()
+        try:
+            self.detach()
+        except BaseException:  # an interrupt: nobody would call this again
+            self.detach()
+            raise
+
+
+def _undo() -> None:
+    """Leave models as they were to which no run is attached any more."""
+    for model, attachment in list(_attached.items()):
+        if not attachment.prune():
+            attachment.remove()
+            _attached.pop(model, None)
+
+
+def _without_standins(trust: Trust, _: object) -> None:
+    """The model is gone: what stood in for its parts holds their weights no longer."""
+    trust.standins = None
 
 
 def _standins_of(reference: weakref.ref[PreTrainedModel]) -> Sequence[Standin]:
@@ -180,18 +215,40 @@ class _Attachment:
     """What is changed on one model while any run is attached to it: one method, two hooks, the wrappers' hold."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.runs: list[Run] = []
-        self._model = weakref.ref(model)
-        self._hold, self._watch = Hold(model), Watch(model)
-        self._following: Following | None = Following(model)
-        decoder: nn.Module = decoder_of(model)
-        self._name = cache_argument(decoder)
-        self._hooks = [
-            decoder.register_forward_pre_hook(self._before_forward, with_kwargs=True),
-            decoder.register_forward_hook(self._after_forward, always_call=True),
-        ]
-        self._overridden: list[tuple[weakref.ref[PreTrainedModel], str]] = []
+        self.runs: tuple[weakref.ref[Run], ...] = ()
+        self._kept: set[Run] = set()  # runs whose callers may have dropped them; `with` holds its own
         self._prefill = threading.local()
+        self._model = weakref.ref(model)
+        self._holds: tuple[Hold, ...] = ()
+        decoder: nn.Module = decoder_of(model)
+        self._decoder = weakref.ref(decoder)
+        self._name = cache_argument(decoder)
+        self._methods: dict[tuple[weakref.ref[PreTrainedModel], str], weakref.ref[Any]] = {}
+
+    def add(self, run: Run) -> None:
+        """One more run, the newest."""
+        self._kept.add(run)
+        self.runs = (*self.runs, weakref.ref(run))
+
+    def hold_weakly(self, run: Run) -> None:
+        """The run ends with its context, or with its last reference where an interrupt comes before that."""
+        self._kept.discard(run)
+
+    def prune(self) -> bool:
+        """Forget runs that ended; whether one is left."""
+        self._kept = {run for run in self._kept if not run.ended}
+        self.runs = tuple(ref for ref in self.runs if (run := ref()) is not None and not run.ended)
+        return bool(self.runs)
+
+    def install(self, model: PreTrainedModel) -> None:
+        """Put in place what is missing. An interrupt in the midst of it is the caller's to undo."""
+        for kind in (Hold, Watch, Following)[len(self._holds) :]:
+            self._holds = (*self._holds, kind(model))
+        decoder: nn.Module = decoder_of(model)
+        if self._before_forward not in decoder._forward_pre_hooks.values():
+            decoder.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        if self._after_forward not in decoder._forward_hooks.values():
+            decoder.register_forward_hook(self._after_forward, always_call=True)
         for part in generating_parts(model):
             self._override_all(part)
 
@@ -210,32 +267,60 @@ class _Attachment:
         raise RuntimeError("model: expected to be copied or pickled outside of attach, got one that is attached")
 
     def _override(self, model: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Put a wrapped method on the instance; deleting it brings the class's own back."""
-        if hasattr(model, name) and name not in vars(model):
-            setattr(model, name, wrap(getattr(model, name)))
-            self._overridden.append((weakref.ref(model), name))
+        """Put a wrapped method on the instance, where none is; without it the class's own is back.
+
+        Other libraries may wrap it in turn and keep it for longer: then it calls the original.
+        """
+        there = vars(model).get(name)
+        if there in _methods:  # another library has put one back that had been removed
+            vars(model).pop(name, None)
+        elif there is not None or not hasattr(model, name):
+            return
+        original = getattr(model, name)
+        wrapped = wrap(original)
+
+        @functools.wraps(original)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            return (original if self.active() is None else wrapped)(*args, **kwargs)
+
+        _methods.add(method)
+        self._methods[weakref.ref(model), name] = weakref.ref(method)
+        vars(model)[name] = method
 
     def remove(self) -> None:
-        """Undo everything."""
-        for hook in self._hooks:
-            hook.remove()
-        for reference, name in self._overridden:
-            if (model := reference()) is not None:
-                delattr(model, name)
-        self._hold.close()
-        self._following = None
+        """Undo what is still there of it, each step whatever became of the others.
 
-    def active(self) -> Run:
-        """The run that counts in this thread."""
-        own = [run for run in self.runs if run.thread == threading.get_ident()]
-        return (own or self.runs)[-1]
+        A method that another library has wrapped stays inside of that library's wrapper.
+        """
+        for (reference, name), ours in self._methods.items():
+            model, method = reference(), ours()
+            if model is not None and method is not None and vars(model).get(name) is method:
+                vars(model).pop(name, None)
+        decoder = self._decoder()
+        if decoder is not None:
+            unhook(decoder, self._before_forward)
+            unhook(decoder, self._after_forward)
+        for hold in self._holds:
+            hold.close()
+        self._holds = ()
+
+    def active(self) -> Run | None:
+        """The run that counts in this thread; None once all have ended."""
+        runs = [run for ref in self.runs if (run := ref()) is not None and not run.ended]
+        if len(runs) > 1:
+            thread = threading.current_thread()
+            runs = [run for run in runs if run.thread() is thread] or runs
+        return runs[-1] if runs else None
 
     def _prepare_cache(self, prepare: Callable[..., Any]) -> Callable[..., Any]:
         """`generate` asks the model for a cache here, before it decides how to decode."""
 
         def prepare_cache(generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+            run, model = self.active(), self._model()
+            if run is None or model is None:
+                return prepare(generation_config, model_kwargs, *args, **kwargs)
             if model_kwargs.get(self._name) is None and generation_config.use_cache is not False:
-                asked, model = generation_config.cache_implementation, self._model()
+                asked = generation_config.cache_implementation
                 if asked not in (
                     None,
                     "dynamic",
@@ -245,13 +330,13 @@ class _Attachment:
                         f"cache_implementation: expected none beside attach, which brings its own cache, got {asked!r}"
                     )
                 generation_config.cache_implementation = None
-                model_kwargs[self._name] = self.active().new_cache()
+                model_kwargs[self._name] = run.cache_for(model)
             cache = model_kwargs.get(self._name)
             if isinstance(cache, EvictingCache):
                 cache.expect_length(generation_config.max_length or 0)
                 if cache.steps is None and cache.bounds.decode != "model":
-                    cache.steps = self._graphs(cache)
-            chunk = self.active().bounds.prefill_chunk
+                    cache.steps = self._graphs(cache, run, model)
+            chunk = run.bounds.prefill_chunk
             if chunk is not None and generation_config.prefill_chunk_size is None:
                 generation_config.prefill_chunk_size = chunk
             return prepare(generation_config, model_kwargs, *args, **kwargs)
@@ -279,16 +364,12 @@ class _Attachment:
 
         return make_generator
 
-    def _graphs(self, cache: EvictingCache) -> StepGraphs:
+    def _graphs(self, cache: EvictingCache, run: Run, model: PreTrainedModel) -> StepGraphs:
         """What records this cache's steps, where anything can."""
-        trust, model, refused = self.active().trust, self._model(), None
+        trust, refused = run.trust, None
         if Peers.of(model) is not None:  # processes that fell out of step would wait for one another for ever
             refused = "the model is spread over processes"
-        if (
-            not any(name == "forward" for _, name in self._overridden)
-            and model is not None
-            and graphs.on_gpu(next(model.parameters()))
-        ):
+        if all(name != "forward" for _, name in self._methods) and graphs.on_gpu(next(model.parameters())):
             trust.broken = "another library has wrapped the model's forward"
         return StepGraphs(cache.layers, trust, refused, functools.partial(_standins_of, self._model))
 
@@ -298,10 +379,14 @@ class _Attachment:
         @functools.wraps(forward)
         def step(*args: Any, **kwargs: Any) -> Any:
             cache = kwargs.get(self._name)
-            if args or not isinstance(cache, EvictingCache) or cache.steps is None:
-                return forward(*args, **kwargs)
-            check_adapters(cache)  # a graph holds the adapters that it was recorded with
-            return cache.steps.forward(forward, kwargs)
+            try:
+                if args or not isinstance(cache, EvictingCache) or cache.steps is None:
+                    return forward(*args, **kwargs)
+                check_adapters(cache)  # a graph holds the adapters that it was recorded with
+                return cache.steps.forward(forward, kwargs)
+            except BaseException:
+                interface.forget()
+                raise
 
         return step
 
@@ -341,7 +426,7 @@ class _Attachment:
                 raise
             finally:
                 self._prefill.chunked = False
-            self._prefill.last_token = cache
+            self._prefill.last_token = weakref.ref(cache)
             return out
 
         return prefill_in_chunks
@@ -361,26 +446,29 @@ class _Attachment:
         caches = [a[self._name] for a in (*args, kwargs) if isinstance(a, dict) and self._name in a]
         return next((cache for cache in caches if isinstance(cache, DynamicCache)), None)
 
-    def _before_forward(self, decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _before_forward(self, decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
         interface.forget()
+        run, model = self.active(), self._model()
+        if run is None or model is None or kwargs is None:  # torch's two tables differ while another thread attaches
+            return None
         args, kwargs = self._by_name(decoder, args, kwargs)
         if kwargs.get("encoder_hidden_states") is not None:
             raise ValueError(
                 "encoder_hidden_states: expected none beside attach, got some, whose keys would be cached as tokens"
             )
-        run, cache = self.active(), kwargs.get(self._name)
-        use_cache = kwargs.get("use_cache")
+        cache, use_cache = kwargs.get(self._name), kwargs.get("use_cache")
         if cache is None and (decoder.config.use_cache if use_cache is None else use_cache):
-            cache = kwargs[self._name] = run.new_cache()
+            cache = kwargs[self._name] = run.cache_for(model)
         elif cache is not None and type(cache) is DynamicCache and cache.get_seq_length() == 0:
-            cache.layers = run.new_cache().layers  # generate and the caller hold this very object
+            cache.layers = run.cache_for(model).layers  # generate and the caller hold this very object
         elif cache is not None and (kind := _passed_over(cache, kwargs)) is not None:
             run.recorder.passed_over[kind] = run.recorder.passed_over.get(kind, 0) + 1
         if isinstance(cache, DynamicCache) and not isinstance(cache, EvictingCache):
             check_adapters(cache)
         if isinstance(cache, DynamicCache) and cache.get_seq_length() == 0:
-            self._prefill.stop = run.recorder.stopwatch.start("prefill", _device_of(decoder))
-            self._prefill.weighing = run.recorder, Weighing(decoder, len(run.recorder.layers)), weakref.ref(cache)
+            recorder = cache.recorder if isinstance(cache, EvictingCache) else run.recorder
+            self._prefill.stop = recorder.stopwatch.start("prefill", _device_of(decoder))
+            self._prefill.weighing = recorder, Weighing(decoder, len(recorder.layers)), weakref.ref(cache)
         if getattr(self._prefill, "chunked", False) and isinstance(cache, DynamicCache):
             number_chunk(kwargs, cache)
         return args, kwargs
@@ -400,7 +488,8 @@ class _Attachment:
         self._prefill.stop = None
         if stop is not None:
             stop()
-        last_token = getattr(self._prefill, "last_token", None)
+        reference = getattr(self._prefill, "last_token", None)
+        last_token = None if reference is None else reference()
         if last_token is not None:
             self._prefill.last_token = None
             if output is not None:

@@ -10,10 +10,10 @@ import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 import torch
 import transformers
@@ -194,9 +194,9 @@ class Hold:
 
     def __init__(self, model: nn.Module) -> None:
         self._model, self.closed = weakref.ref(model), False
-        weakref.finalize(self, thoroughly, _restore)
+        weakref.finalize(self, thoroughly, self._restore)
         try:
-            _acquire(self, model)
+            self._acquire(model)
         except BaseException:
             self.close()
             raise
@@ -215,13 +215,27 @@ class Hold:
     def close(self) -> None:
         """Let go; the last holder restores every function."""
         self.closed = True
-        thoroughly(_restore)
+        thoroughly(self._restore)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Hold:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         model = self._model()
         if model is None:
             raise RuntimeError("a cache cannot be copied after its model is gone")
-        return Hold(model)
+        return type(self)(model)
+
+    def _acquire(self, model: nn.Module) -> None:
+        """Put in place what is missing, and be one of its holders."""
+        _acquire(self, model)
+
+    @staticmethod
+    def _restore() -> None:
+        """Undo what no holder is left of; once more does no harm."""
+        _restore()
+
+
+def any_left(holders: Iterable[Hold]) -> bool:
+    """Return whether a holder is alive and not closed."""
+    return any(not hold.closed for hold in holders)
 
 
 class _Patch:
@@ -232,10 +246,6 @@ class _Patch:
         self.holders: weakref.WeakSet[Hold] = weakref.WeakSet()
         self.original: Attention = home[name]
         self.wrapper = _wrap(self.original, backend)
-
-    def held(self) -> bool:
-        """Whether a holder is left."""
-        return any(not hold.closed for hold in self.holders)
 
     def restore(self) -> None:
         """Put the function back, unless somebody else has replaced the wrapper since."""
@@ -263,7 +273,7 @@ def thoroughly(undo: Callable[[], None]) -> None:
 def _restore() -> None:
     """Restore the functions that nobody holds any more."""
     for key, patch in list(_patches.items()):
-        if not patch.held():
+        if not any_left(patch.holders):
             patch.restore()
             _patches.pop(key, None)
 

@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 import functools
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from decantkv.generating import check_chunks, first_the_prompt, is_chunked, number_chunk
+from decantkv.interface import Hold, any_left, lock
 from decantkv.layers import PromptLayer
 from decantkv.needs import cache_argument, decoder_of
 
@@ -67,18 +68,32 @@ def generating_parts(model: PreTrainedModel) -> list[PreTrainedModel]:
     return [model, *(part for part in parts if part.can_generate() and decoder_of(part) is decoder)]
 
 
-class Following:
-    """Keeps the methods by which `generate` reads prompts wrapped for one model; released when collected."""
+class Following(Hold):
+    """Keeps the methods by which `generate` reads prompts wrapped for one model; released when closed or collected."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model = weakref.ref(model)
-        weakref.finalize(self, _release, _acquire(model))
+    def _acquire(self, model: nn.Module) -> None:
+        owners = {
+            (next(c for c in type(part).__mro__ if name in vars(c)), name)
+            for part in generating_parts(cast(PreTrainedModel, model))
+            for name in _WRAPS
+            if hasattr(type(part), name)
+        }
+        with lock:
+            for owner, name in owners:
+                wrapped = _wrapped.get((owner, name))
+                if wrapped is None or vars(owner).get(name) not in (wrapped.original, wrapped.wrapper):
+                    wrapped = _Wrapped(vars(owner)[name], _WRAPS[name](vars(owner)[name]))
+                wrapped.holders.add(self)
+                _wrapped[owner, name] = wrapped
+                setattr(owner, name, wrapped.wrapper)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Following:
-        model = self._model()
-        if model is None:
-            raise RuntimeError("a cache cannot be copied after its model is gone")
-        return Following(model)
+    @staticmethod
+    def _restore() -> None:
+        for (owner, name), wrapped in list(_wrapped.items()):
+            if not any_left(wrapped.holders):
+                if vars(owner).get(name) is wrapped.wrapper:
+                    setattr(owner, name, wrapped.original)
+                _wrapped.pop((owner, name), None)
 
 
 Method = Callable[..., Any]
@@ -178,38 +193,18 @@ _WRAPS: dict[str, Callable[[Method], Method]] = {
     "_get_candidate_generator": _prompt_first,
     "prepare_inputs_for_generation": _with_its_cache,
 }
-_lock = threading.RLock()
-_wrapped: dict[tuple[type, str], tuple[Method, Method, int]] = {}  # the original, its wrapper, and how many hold it
 
 
-def _acquire(model: PreTrainedModel) -> list[tuple[type, str]]:
-    owners = {
-        (next(c for c in type(part).__mro__ if name in vars(c)), name)
-        for part in generating_parts(model)
-        for name in _WRAPS
-        if hasattr(type(part), name)
-    }
-    with _lock:
-        for owner, name in owners:
-            if (owner, name) not in _wrapped:
-                original = vars(owner)[name]
-                wrapper = _WRAPS[name](original)
-                setattr(owner, name, wrapper)
-                _wrapped[owner, name] = original, wrapper, 0
-            original, wrapper, holders = _wrapped[owner, name]
-            _wrapped[owner, name] = original, wrapper, holders + 1
-    return list(owners)
+@dataclass(frozen=True)
+class _Wrapped:
+    """A class's method, its wrapper, and who holds it."""
+
+    original: Method
+    wrapper: Method
+    holders: weakref.WeakSet[Hold] = field(default_factory=weakref.WeakSet)
 
 
-def _release(held: list[tuple[type, str]]) -> None:
-    with _lock:
-        for owner, name in held:
-            original, wrapper, holders = _wrapped[owner, name]
-            _wrapped[owner, name] = original, wrapper, holders - 1
-            if holders == 1:
-                del _wrapped[owner, name]
-                if vars(owner).get(name) is wrapper:
-                    setattr(owner, name, original)
+_wrapped: dict[tuple[type, str], _Wrapped] = {}
 
 
 def _cache_among(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DynamicCache | None:
