@@ -9,7 +9,8 @@ import weakref
 
 import pytest
 import torch
-from transformers import modeling_utils
+import transformers
+from transformers import cache_utils, modeling_utils
 from transformers.models.llama import modeling_llama
 
 import decantkv
@@ -222,6 +223,39 @@ def test_a_model_that_is_attached_and_dropped_is_collected(keeps, settings):
     gc.collect()
     assert not [ref for ref in watched if ref() is not None]
     assert keeps == "nothing" or kept.report().evictions
+
+
+@pytest.mark.parametrize("decode", ["auto", "own", "model"])
+@pytest.mark.parametrize("store", ["plain", "fp8", "static"])
+def test_between_steps_nothing_of_a_call_is_alive_beyond_the_cache(store, decode):
+    """With `every=` a layer's last call is needed again: its terms, and neither its keys nor their dequantised copy."""
+    if store != "plain" and decode == "own":
+        pytest.skip("refused")
+    if store == "fp8" and not hasattr(cache_utils, "Fp8QuantizedLayer"):
+        pytest.skip("this transformers has no fp8 layer")
+    model, beyond = tiny.llama(), []
+
+    class Watch(transformers.LogitsProcessor):
+        def __call__(self, ids, scores):
+            gc.collect()
+            held = {x.untyped_storage().data_ptr() for layer in self.cache.layers for x in layer.tensors()}
+            keys = [x for x in gc.get_objects() if isinstance(x, torch.Tensor) and x.dim() == 4 and x.shape[1] == 2]
+            beyond.extend(x.shape for x in keys if x.untyped_storage().data_ptr() not in held)
+            return scores
+
+    with decantkv.attach(model, budget=20, window=4, every=3, store=store, decode=decode) as run:
+        watch = Watch()
+        watch.cache = run.new_cache()
+        model.generate(
+            tiny.prompt(60), max_new_tokens=9, logits_processor=[watch], **{cache_argument(model): watch.cache},
+            **tiny.GREEDY,
+        )  # fmt: skip
+        assert run.report().rounds
+        steps = watch.cache.steps
+        assert steps is None or steps._calls
+        watch.cache.reset()
+        assert steps is None or not steps._calls
+    assert not beyond
 
 
 def test_a_run_whose_caller_dropped_it_goes_on_unless_its_context_began():

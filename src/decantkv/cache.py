@@ -214,6 +214,12 @@ class EvictingCache(DynamicCache):
         for layer in evicting:
             layer.crop(min(0, length - layer.logical))
 
+    def reset(self) -> None:
+        """Empty again, as after a forward that was interrupted."""
+        super().reset()
+        if self.steps is not None:
+            self.steps.forget()
+
     def nbytes(self) -> int:
         """Bytes of all keys and values held, by their distinct storages."""
         return cache_bytes(self)

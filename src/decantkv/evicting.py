@@ -12,7 +12,7 @@ from torch import Tensor
 from decantkv.allocation import UNIFORM
 from decantkv.bounded import UNBOUNDED, Bounds, Trail, choose
 from decantkv.chunks import attend_chunk
-from decantkv.interface import AttentionCall
+from decantkv.interface import AttentionCall, CallTerms
 from decantkv.layers import PromptLayer, gather_kv, valid_slots, window_of
 from decantkv.lse import attend_with_lse
 from decantkv.masks import PromptMask, read_prompt_mask, real_tokens
@@ -51,7 +51,7 @@ class EvictingLayer(PromptLayer):
         self.recent: list[Tensor] = []  # the last queries, [B, HQ, ≤ w, D] together, where answers are evicted
         self.renewed = 0  # logical length at the last eviction
         self.outside = False  # evictions of the answer are left to whoever set this, between forwards
-        self.noted: AttentionCall | None = None  # the attention call they need
+        self.noted: CallTerms | None = None  # the attention call's terms, which they need
         self.held: tuple[int, ...] | None = None  # real tokens a waiting prompt has stored, once a chunk is in
         self.own_chunks = False  # attends to a prompt's later chunks by itself
         # the window's output and log-sum-exp, or why the attention did not give them
@@ -107,7 +107,7 @@ class EvictingLayer(PromptLayer):
                 f"got {length} tokens at once"
             )
 
-    def _check_filler(self, call: AttentionCall) -> None:
+    def _check_filler(self, call: AttentionCall | CallTerms) -> None:
         """Raise where filler is stored that a call which the cache does not see would take for tokens."""
         if (self.attends_twice or self.read_again) and self.valid is not None:
             why = "which attends twice a layer" if self.attends_twice else "whose keys later layers read again"
@@ -353,9 +353,9 @@ class EvictingLayer(PromptLayer):
         if answer and self.frame is not None and self.bounds.every is not None:
             self._remember(call.query)
             if self.outside:
-                self.noted = call
+                self.noted = CallTerms.of(call)
             elif self.due():
-                self.renew(call)
+                self.renew(CallTerms.of(call))
 
     def due(self) -> bool:
         """Whether an answer has come far enough for its next eviction."""
@@ -363,13 +363,13 @@ class EvictingLayer(PromptLayer):
         return every is not None and self.frame is not None and self.logical - self.renewed >= every
 
     @torch.no_grad()
-    def renew(self, call: AttentionCall) -> None:
+    def renew(self, call: CallTerms) -> None:
         """Evict from prompt and answer alike, as the last queries score them."""
         if self.frame is not None and self.recent:
             with without_autocast(self.recent[0].device):
                 self._renew(call, self.frame)
 
-    def _renew(self, call: AttentionCall, frame: Tensor) -> None:
+    def _renew(self, call: CallTerms, frame: Tensor) -> None:
         keys, values, held = self._stored(call)
         batch, _, stored = keys.shape[:3]
         self.renewed = self.logical
@@ -385,7 +385,7 @@ class EvictingLayer(PromptLayer):
         win = make_window(
             query, keys, values, scale=call.scale, softcap=call.softcap, sink_logits=call.sink_logits,
             lengths=None if set(held) == {stored} else to_device(held, keys.device), layer_idx=self.layer_idx,
-            output_projection=output_projection(call.module, call.query, values)
+            output_projection=output_projection(call.module, query, values)
             if "W_O" in self.settings.method.needs else None, rotate=self.rotate,
         )  # fmt: skip
         kept = self._round(win, held, counts, forced)
@@ -407,7 +407,7 @@ class EvictingLayer(PromptLayer):
         most = super().until_eviction(new)
         return most if self.bounds.every is None else min(most, self.bounds.every + self.rows)
 
-    def _stored(self, call: AttentionCall) -> tuple[Tensor, Tensor, list[int]]:
+    def _stored(self, call: CallTerms) -> tuple[Tensor, Tensor, list[int]]:
         """Keys [B, H, S, D] and values [B, H, S, Dv] with each row's real tokens last, and how many those are."""
         if self.store is None:
             raise RuntimeError("the layer stores nothing")
@@ -440,5 +440,5 @@ class EvictingLayer(PromptLayer):
     def reset(self) -> None:
         """Empty again."""
         super().reset()
-        self.trail = self.frame = self.held = self.hints = None
+        self.trail = self.frame = self.held = self.hints = self.noted = None
         self.recent, self.renewed, self.own_chunks = [], 0, False

@@ -26,7 +26,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from decantkv.evicting import EvictingLayer
 from decantkv.fused import Standin, in_place
-from decantkv.interface import AttentionCall
+from decantkv.interface import CallTerms
 from decantkv.ragged_layers import RaggedLayer
 
 Forward = Callable[..., Any]
@@ -74,7 +74,12 @@ class StepGraphs:
         self._layers, self._trust, self._refused, self._find = list(layers), trust, refused, find
         self._step: _Step | None = None
         self._warm = False
-        self._calls: dict[int, AttentionCall] = {}  # each layer's last, for its scale and module
+        self._calls: dict[int, CallTerms] = {}  # each layer's last, for its scale and module
+
+    def forget(self) -> None:
+        """The cache was emptied: give back the recorded step and its memory."""
+        self._step, self._warm = None, False
+        self._calls.clear()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StepGraphs:
         return StepGraphs([], self._trust, "the cache is a copy")  # its tensors lie elsewhere

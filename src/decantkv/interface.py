@@ -61,6 +61,47 @@ class AttentionCall:
         return type(self.module).__name__
 
 
+@dataclass(frozen=True)
+class CallTerms:
+    """What outlives an attention call: nothing that holds keys, values or the model.
+
+    Attributes:
+        scale, softcap, sink_logits: as in the call.
+        mask: what the call's last token sees, as in the call; reference: to the module that called.
+    """
+
+    scale: float
+    softcap: float | None
+    sink_logits: Tensor | None
+    mask: Any
+    reference: weakref.ref[nn.Module]
+
+    @classmethod
+    def of(cls, call: AttentionCall) -> CallTerms:
+        """The terms of a call."""
+        mask = call.mask
+        if isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[2] > 1:
+            mask = mask[:, :, -1:].clone()
+        return cls(call.scale, call.softcap, call.sink_logits, mask, weakref.ref(call.module))
+
+    @property
+    def module(self) -> nn.Module:
+        """The attention module that called.
+
+        Raises:
+            RuntimeError: it is gone.
+        """
+        module = self.reference()
+        if module is None:
+            raise RuntimeError("the cache's model is gone")
+        return module
+
+    @property
+    def attention_class(self) -> str:
+        """The module's class name."""
+        return type(self.module).__name__
+
+
 class Listener(Protocol):
     """A cache layer that waits for its attention call."""
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from decantkv import interface
 from decantkv.allocation import Contest
 from decantkv.evicting import EvictingLayer
-from decantkv.interface import AttentionCall, interrupted
+from decantkv.interface import AttentionCall, CallTerms, interrupted
 from decantkv.masks import PromptMask, padded_turn, read_prompt_mask
 from decantkv.ragged import RaggedStore
 from decantkv.ranking import FILLER, highest
@@ -77,7 +77,7 @@ class RaggedLayer(EvictingLayer):
         out = self.lanes.attend(call.query, scale=call.scale, softcap=call.softcap, sink_logits=call.sink_logits)
         return out.transpose(1, 2).contiguous()  # some models view it
 
-    def _stored(self, call: AttentionCall) -> tuple[Tensor, Tensor, list[int]]:
+    def _stored(self, call: CallTerms) -> tuple[Tensor, Tensor, list[int]]:
         """As `EvictingLayer._stored`; heads of a row hold equally many tokens where answers are evicted."""
         if self.lanes is None:
             return super()._stored(call)
