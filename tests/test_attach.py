@@ -173,7 +173,7 @@ BAD = [
     ({"budget": 0}, ValueError, "budget"),
     ({"budget": -1}, ValueError, "budget"),
     ({"budget": 1.5}, ValueError, "budget"),
-    ({"budget": "x"}, TypeError, "budget"),
+    ({"budget": "x"}, ValueError, "budget"),
     ({"budget": float("nan")}, ValueError, "budget"),
     ({"budget": 0.1, "window": 0}, ValueError, "window"),
     ({"budget": 0.1, "window": "8"}, TypeError, "window"),

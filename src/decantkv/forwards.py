@@ -46,13 +46,15 @@ class Watch(Hold):
 
 def unhook(module: nn.Module, hook: Callable[..., Any]) -> None:
     """Take a hook out of a module's hooks, by what it is, since an interrupt may have lost its handle."""
-    for hooks, *marks in (
-        (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
-        (module._forward_hooks, module._forward_hooks_with_kwargs, module._forward_hooks_always_called),
+    before, after = module._forward_pre_hooks, module._forward_hooks
+    for hooks, marks in (
+        (before, (module._forward_pre_hooks_with_kwargs,)),
+        (after, (module._forward_hooks_with_kwargs, module._forward_hooks_always_called)),
     ):
         for number in [number for number, other in list(hooks.items()) if other == hook]:
-            for table in (*marks, hooks):
-                table.pop(number, None)
+            for mark in marks:
+                mark.pop(number, None)
+            hooks.pop(number, None)
 
 
 def _begin(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
