@@ -127,7 +127,7 @@ def holm(found: Sequence[Interval], *, level: float = 0.05) -> list[bool]:
     return stands
 
 
-@lru_cache(maxsize=2)  # what is compared has mostly the same prompts; 650 prompts are 20 MB
+@lru_cache(maxsize=6)  # what is compared has mostly the same prompts, some tasks fewer; 650 prompts are 20 MB
 def _counts(sizes: tuple[int, ...], seed: int) -> tuple[Floats, ...]:
     """Per task [n, RESAMPLES]: how often a resample has each prompt, so that resampling is a matrix product."""
     rng = np.random.default_rng(seed)

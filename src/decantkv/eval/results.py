@@ -187,9 +187,14 @@ def cell_of(row: Mapping[str, Any]) -> Cell:
     return Cell(row["prompt"], row["regime"], row["policy"], row["budget"])
 
 
-_TEXTS = ("config", "prompt", "regime", "policy", "budget", "task", "answer")
-_NUMBERS = ("length", "tokens", "kv_bytes", "score", "nll", "kl", "top1", "kept", "bytes", "new_tokens")
-_OBJECTS = ("shift", "overlap")
+_KINDS = {
+    **dict.fromkeys(("config", "prompt", "regime", "policy", "budget", "task", "answer"), ("text", (str,))),
+    **dict.fromkeys(("length", "tokens", "kv_bytes", "new_tokens", "score", "nll", "kl", "top1", "kept", "bytes"), (
+        "a number", (float, int)
+    )),
+    **dict.fromkeys(("shift", "overlap"), ("an object", (dict,))),
+}  # fmt: skip
+_NEEDED = {"prompt": ("prompt",), "answer": ("prompt", "regime", "policy", "budget")}
 
 
 def read_rows(file: Path, *, config: str | None = None) -> Iterator[dict[str, Any]]:
@@ -205,17 +210,13 @@ def read_rows(file: Path, *, config: str | None = None) -> Iterator[dict[str, An
 
 def _checked(row: dict[str, Any], file: Path, number: int, config: str | None) -> dict[str, Any]:
     """The row, if it is one of results and of that configuration."""
-    needed = {"prompt": ("prompt",), "answer": ("prompt", "regime", "policy", "budget")}.get(str(row.get("row")))
+    needed = _NEEDED.get(str(row.get("row")))
     if needed is None:
         problem = f"a prompt or an answer, got row {row.get('row')!r:.80}"
     elif missing := [name for name in (*needed, *(() if config is None else ("config", "session"))) if name not in row]:
         problem = f"an entry {missing[0]!r}, got none"
-    elif wrong := [name for name in _TEXTS if not isinstance(row.get(name, ""), str)]:
-        problem = f"text as {wrong[0]!r}, got {row[wrong[0]]!r:.80}"
-    elif wrong := [name for name in _NUMBERS if not _is_number(row.get(name, 0))]:
-        problem = f"a number as {wrong[0]!r}, got {row[wrong[0]]!r:.80}"
-    elif wrong := [name for name in _OBJECTS if not isinstance(row.get(name, {}), dict)]:
-        problem = f"an object as {wrong[0]!r}, got {row[wrong[0]]!r:.80}"
+    elif wrong := [name for name, x in row.items() if name in _KINDS and not _is_kind(x, _KINDS[name][1])]:
+        problem = f"{_KINDS[wrong[0]][0]} as {wrong[0]!r}, got {row[wrong[0]]!r:.80}"
     elif type(row.get("session", 0)) is not int or row.get("session", 0) < 0:
         problem = f"a session's number, got {row['session']!r:.80}"
     elif config is not None and row["config"] != config:
@@ -225,9 +226,9 @@ def _checked(row: dict[str, Any], file: Path, number: int, config: str | None) -
     raise ValueError(f"{json_lines.place(file, number)}: expected {problem}")
 
 
-def _is_number(x: object) -> bool:
-    """Whether a row's entry is a number that float64 holds."""
-    return type(x) is float or (type(x) is int and abs(x) < 2**63)
+def _is_kind(x: object, kinds: tuple[type, ...]) -> bool:
+    """Whether an entry is of these types and, if a number, one that float64 holds."""
+    return type(x) in kinds and (type(x) is not int or abs(x) < 2**63)
 
 
 def read_folder(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:

@@ -17,8 +17,9 @@ Holm's correction for the whole table. A number in braces says how many prompts 
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import product
@@ -28,40 +29,63 @@ from typing import Any
 import numpy as np
 
 from decantkv.eval.bootstrap import Bootstrap, Interval, grouped, holm
-from decantkv.eval.results import read_folder
+from decantkv.eval.results import ROWS, RUN, digest, read_rows
 from decantkv.eval.statistics import able, best_on_the_other_half
 
 AXES = ("lengths", "regimes", "budgets", "tasks")
 SHORT = {"aware": "read before", "aware-question": "answer prefix unread", "agnostic": "late"}
+MEASURES = ("score", "nll", "kl", "top1")
 
 
 @dataclass(frozen=True, eq=False)
 class Answers:
-    """One folder's rows: tasks of prompts by length, answers by cell and prompt, and what the full cache can do."""
+    """One folder's rows, without the texts.
+
+    Attributes:
+        tasks: length -> prompt -> task.
+        values: (length, regime, policy, budget, measure) -> prompt -> value.
+        few: the rows of prompts and of the full cache's answers.
+        able: length -> tasks that the full cache can do.
+    """
 
     tasks: Mapping[int, Mapping[str, str]]
-    cells: Mapping[tuple[int, str, str, str], Mapping[str, Mapping[str, Any]]]
+    values: Mapping[tuple[int, str, str, str, str], Mapping[str, float]]
+    few: Sequence[Mapping[str, Any]]
     able: Mapping[int, set[str]]
-    rows: Sequence[Mapping[str, Any]]
 
-
-KEPT = ("row", "prompt", "task", "length", "metric", "regime", "policy", "budget", "score", "nll", "kl", "top1")
+    def scores(self) -> Iterator[Mapping[str, Any]]:
+        """Rows as `decantkv.eval.statistics` reads them, with scores alone."""
+        yield from self.few
+        for (_, regime, policy, budget, measure), found in self.values.items():
+            if measure == "score" and policy != "full":
+                cell = {"row": "answer", "regime": regime, "policy": policy, "budget": budget}
+                yield from ({**cell, "prompt": prompt, "score": value} for prompt, value in found.items())
 
 
 @lru_cache(maxsize=32)
 def answers(folder: Path) -> Answers:
-    """A folder's rows, read once."""
-    _, rows = read_folder(folder)
+    """A folder's rows, read once and one by one: hundreds of thousands of them kept whole are slow to walk over."""
+    run = json.loads((folder / RUN).read_text(encoding="utf-8"))
+    file = folder / ROWS if (folder / ROWS).is_file() else folder / f"{ROWS}.gz"
     tasks: dict[int, dict[str, str]] = defaultdict(dict)
-    cells: dict[tuple[int, str, str, str], dict[str, Mapping[str, Any]]] = defaultdict(dict)
-    lengths = {row["prompt"]: row["length"] for row in rows if row["row"] == "prompt"}
-    rows = [{key: row[key] for key in KEPT if key in row} for row in rows]
-    for row in rows:
+    values: dict[tuple[str, str, str, str], dict[str, float]] = defaultdict(dict)
+    lengths: dict[str, int] = {}
+    few = []
+    for row in read_rows(file, config=digest(run["configuration"])):
         if row["row"] == "prompt":
+            lengths[row["prompt"]] = row["length"]
             tasks[row["length"]][row["prompt"]] = row["task"]
         else:
-            cells[lengths[row["prompt"]], row["regime"], row["policy"], row["budget"]][row["prompt"]] = row
-    return Answers(tasks, cells, able(rows), rows)
+            for measure in MEASURES:
+                if measure in row:
+                    values[row["regime"], row["policy"], row["budget"], measure][row["prompt"]] = float(row[measure])
+        if row["row"] == "prompt" or row["policy"] == "full":
+            few.append(row)
+    by_length: dict[tuple[int, str, str, str, str], dict[str, float]] = defaultdict(dict)
+    for place, found in values.items():
+        for prompt, value in found.items():
+            by_length[lengths[prompt], *place][prompt] = value
+    return Answers(tasks, by_length, few, able(few))
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,7 +146,7 @@ def halves_table(root: Path, recipe: Mapping[str, Any]) -> list[list[str]]:
     """What `decantkv eval best` prints: chosen on one half of the prompts, reported on the other."""
     lines = [["length, question, kept", "best on even prompts", "less DropKV on odd prompts"]]
     for name in recipe["folders"]:
-        for one in best_on_the_other_half(answers(root / "eval" / name).rows):
+        for one in best_on_the_other_half(list(answers(root / "eval" / name).scores())):
             lead = "" if one.against is None else _interval(one.against, recipe)
             place = f"{_title('lengths', one.length)}, {SHORT[one.regime]}, {_title('budgets', one.budget)}"
             lines.append([place, f"`{one.policy}`", lead])
@@ -174,11 +198,12 @@ def _cell(
     return _Cell(found, kind, len(shared), len(shared) == len(keys))
 
 
-def _values(here: Answers, where: tuple[int, str, str], policy: str, measure: str) -> dict[str, float]:
+def _values(here: Answers, where: tuple[int, str, str], policy: str, measure: str) -> Mapping[str, float]:
     length, regime, budget = where
-    rows = here.cells.get((length, "any", "full", "1") if policy == "full" else (length, regime, policy, budget))
-    rows = rows or here.cells.get((length, regime, policy, "-"), {})
-    return {key: float(row[measure]) for key, row in rows.items() if measure in row}
+    if policy == "full":
+        regime, budget = "any", "1"
+    found = here.values.get((length, regime, policy, budget, measure))
+    return found or here.values.get((length, regime, policy, "-", measure), {})
 
 
 def _group(text: str, able_tasks: set[str]) -> set[str]:
