@@ -39,8 +39,8 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test-gpu:  ## on a machine with a GPU whose python3 already has torch, triton and transformers
-	PYTHONPATH=src $(PYTHON) -m pytest -m gpu
+test-gpu:  ## on a machine with a GPU whose python3 has torch, triton, transformers and pytest-xdist: four minutes
+	PYTHONPATH=src $(PYTHON) -m pytest -n 4 -m gpu
 
 # everything that meets transformers' own code, on one other version of it
 test-oldest: .venvs/4.56.2/.ready
