@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import transformers
@@ -9,6 +11,7 @@ import transformers
 import decantkv
 from decantkv.cache import cache_argument
 from decantkv.chunks import attend_chunk
+from decantkv.masks import hide_filler
 from tests import tiny
 from tests.families import at_least, build
 from tests.judge import evicted_and_judged, logits_with
@@ -131,3 +134,70 @@ def test_attention_that_is_not_causal_stays_with_the_model():
     torch.testing.assert_close(evicted, judged, rtol=0, atol=1e-5)
     with pytest.raises(ValueError, match="attention_mask: expected causal attention among new tokens"):
         logits_with(model, decantkv.EvictingCache(model, budget=0.2, allocation="heads"), ids, steps)
+
+
+def seen_by(lengths, start, new):
+    """[B, 1, new, start + new] bool: causal attention of the newest tokens in rows padded on the left to one length."""
+    total = start + new
+    key, row = torch.arange(total), torch.arange(start, total)[:, None]
+    first = torch.tensor([120 - length for length in lengths])[:, None, None]
+    return ((key <= row) & (key >= first))[:, None]
+
+
+def in_parts(model, cache, ids, masks):
+    """Logits of the last token of each part of a prompt, then of turns, every one with its own 4-D mask."""
+    said, start, name = [], 0, cache_argument(model)
+    ours = isinstance(cache, decantkv.EvictingCache)
+    with torch.no_grad(), decantkv.cache.deferred(cache) if ours else nullcontext():
+        for mask in masks:
+            new = mask.shape[2]
+            if start == 120 and ours:
+                decantkv.cache.decide(cache)
+            place = torch.arange(start, start + new)[None].expand(len(ids), -1)
+            out = model(ids[:, start : start + new], attention_mask=mask, position_ids=place, **{name: cache})
+            said.append(out.logits[:, -1])
+            start += new
+    return torch.stack(said)
+
+
+@pytest.mark.parametrize("lengths", [(120,), (120, 100)])
+def test_a_callers_4d_mask_over_all_keys_is_read_whole(lengths):
+    model, ids = tiny.llama(), tiny.prompt(126, batch=len(lengths))
+    masks = [seen_by(lengths, *part) for part in ((0, 40), (40, 40), (80, 40), (120, 3), (123, 1))]
+    expected = in_parts(model, transformers.DynamicCache(config=model.config), ids, masks)
+    got = in_parts(model, decantkv.EvictingCache(model, budget=1.0, **OWN), ids, masks)
+    torch.testing.assert_close(got, expected, rtol=0, atol=2e-5)
+    for part, hide, says in (
+        (1, (..., 0, 30), "hides some"),
+        (1, (..., 10, 60), "causal attention inside"),
+        (3, (..., 1, 40), "hides some"),
+        (3, (..., 0, 122), "causal attention among"),
+    ):
+        other = [mask.clone() for mask in masks]
+        other[part][hide] ^= True
+        with pytest.raises(ValueError, match=f"attention_mask: .*{says}"):
+            in_parts(model, decantkv.EvictingCache(model, budget=1.0, **OWN), ids, other)
+    with pytest.raises(ValueError, match="attention_mask: expected a 2-D mask of all tokens, got a 4-D one over 123"):
+        in_parts(model, decantkv.EvictingCache(model, budget=0.3, **OWN), ids, masks)
+
+
+def test_a_chunk_in_which_a_row_is_pads_alone_must_be_causal_too():
+    model, ids, lengths = tiny.llama(), tiny.prompt(120, batch=2), (120, 20)
+    masks = [seen_by(lengths, 0, 40), seen_by(lengths, 40, 40)[..., 40:], seen_by(lengths, 80, 40)[..., 80:]]
+    in_parts(model, decantkv.EvictingCache(model, budget=0.3, **OWN), ids, masks)
+    masks[1][0, 0, 5, 20] = True  # a token sees a later one beside a row that has no token yet
+    with pytest.raises(ValueError, match="attention_mask: expected causal attention inside a prompt's later chunks"):
+        in_parts(model, decantkv.EvictingCache(model, budget=0.3, **OWN), ids, masks)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+def test_filler_is_hidden_from_attention_that_looks_ahead_too(backend):
+    valid = torch.tensor([[[True, True]], [[False, True]]])
+    query = torch.zeros(2, 1, 3, 4)
+    ahead, causal = (
+        hide_filler(None, valid, query=query, kv_len=5, backend=backend, causal=causal) for causal in (False, True)
+    )
+    shown = [mask if mask.dtype == torch.bool else mask == 0 for mask in (ahead, causal)]
+    everything = torch.tensor([[1, 1, 1, 1, 1], [0, 1, 1, 1, 1]], dtype=torch.bool)[:, None, None].expand(2, 1, 3, 5)
+    assert torch.equal(shown[0], everything)
+    assert torch.equal(shown[1], everything & torch.ones(3, 5, dtype=torch.bool).tril(2))

@@ -15,7 +15,7 @@ from decantkv.chunks import attend_chunk
 from decantkv.interface import AttentionCall, CallTerms
 from decantkv.layers import PromptLayer, gather_kv, valid_slots, window_of
 from decantkv.lse import attend_with_lse
-from decantkv.masks import PromptMask, read_prompt_mask, real_tokens
+from decantkv.masks import PromptMask, among_new, read_prompt_mask, real_tokens
 from decantkv.needs import output_projection
 from decantkv.peers import Peers
 from decantkv.precision import alike, without_autocast, writable
@@ -198,20 +198,25 @@ class EvictingLayer(PromptLayer):
         """
         if not self.own_chunks or self.prompt is None or self.held is None:
             return self._attend_with_lse(call) if self.bounds.reuse_lse and self.prompt is not None else None
-        new = call.query.shape[2]
-        later = real_tokens(call.mask, batch=len(self.held), kv_len=new, device=call.key.device)
-        if 0 not in later and self._pattern(call, new):
+        later = self._new_tokens(call, self.held)
+        if later.window is not None or (call.mask is None and not call.causal):
             raise ValueError(
                 "attention_mask: expected causal attention inside a prompt's later chunks where layers attend for "
                 "themselves, got another pattern, as images have; use decode='model', or read the prompt in one piece"
             )
-        held = tuple(a + b for a, b in zip(self.held, later, strict=True))
+        held = self._held(call)
         return attend_chunk(call.query, call.key, call.value, held=held, scale=call.scale).transpose(1, 2).contiguous()
 
-    def _pattern(self, call: AttentionCall, new: int) -> bool:
-        """Whether a chunk's tokens see one another in another way than causally."""
-        batch, device = call.key.shape[0], call.key.device
-        return read_prompt_mask(call.mask, batch=batch, kv_len=new, rows=new, device=device).window is not None
+    def _new_tokens(self, call: AttentionCall, held: tuple[int, ...]) -> PromptMask:
+        """What the mask says of a chunk's own tokens, behind `held` real ones of each row."""
+        new, device = call.query.shape[2], call.key.device
+
+        def shown() -> Tensor | None:
+            place = torch.arange(call.key.shape[2] - new, device=device)
+            return None if self.trail is not None else place >= place.shape[0] - to_device(held, device)[:, None]
+
+        mask = among_new(call.mask, new=new, shown=shown)
+        return read_prompt_mask(mask, batch=len(held), kv_len=new, rows=new, device=device, empty=True)
 
     def _attend_with_lse(self, call: AttentionCall) -> Tensor | None:
         """[B, N, HQ, Dv], and the window's share of it and of the denominators in `hints`; None: the model's own."""
@@ -260,10 +265,10 @@ class EvictingLayer(PromptLayer):
 
     def _held(self, call: AttentionCall) -> tuple[int, ...]:
         """Real tokens each row stores with this chunk."""
-        batch, kv_len, new = call.key.shape[0], call.key.shape[2], call.query.shape[2]
-        whole = not self.own_chunks or self.held is None
-        held = real_tokens(call.mask, batch=batch, kv_len=kv_len if whole else new, device=call.key.device)
-        return held if whole or self.held is None else tuple(a + b for a, b in zip(self.held, held, strict=True))
+        if not self.own_chunks or self.held is None:
+            return real_tokens(call.mask, batch=call.key.shape[0], kv_len=call.key.shape[2], device=call.key.device)
+        later = self._new_tokens(call, self.held).lengths
+        return tuple(n + call.query.shape[2] if later is None else n + later[row] for row, n in enumerate(self.held))
 
     def _wait(self, call: AttentionCall) -> None:
         first = self.waiting is None
@@ -279,7 +284,9 @@ class EvictingLayer(PromptLayer):
         """Whether a first chunk's attention is one that `attend_chunk` can go on with."""
         if call.backend != "sdpa" or call.softcap is not None or call.sink_logits is not None or not call.causal:
             return False
-        return 0 in self._held(call) or self._read_mask(call, min(self.rows, call.query.shape[2])).window is None
+        batch, kv_len, rows = call.key.shape[0], call.key.shape[2], min(self.rows, call.query.shape[2])
+        seen = read_prompt_mask(call.mask, batch=batch, kv_len=kv_len, rows=rows, device=call.key.device, empty=True)
+        return seen.window is None
 
     def _ahead(self, length: int, new: int) -> int:
         return super()._ahead(length, new) if self.bounds.max_kv_tokens is None else 0

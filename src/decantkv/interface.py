@@ -111,7 +111,7 @@ class Listener(Protocol):
     def attend(self, call: AttentionCall) -> Tensor | None:
         """The attention's output [B, q, HQ, Dv] where the layer computes it itself, over what it alone can read."""
 
-    def before_attention(self, mask: Any, *, query: Tensor, kv_len: int, backend: str) -> Any:
+    def before_attention(self, call: AttentionCall) -> Any:
         """The mask to attend with."""
 
     def after_attention(self, call: AttentionCall) -> None:
@@ -396,7 +396,7 @@ def _wrap(function: Attention, backend: str) -> Attention:
                 )
             listener.after_attention(call)
             return own, None
-        mask = listener.before_attention(attention_mask, query=query, kv_len=key.shape[2], backend=backend)
+        mask = listener.before_attention(call)
         out = function(module, query, key, value, mask, *args, **kwargs)
         listener.after_attention(call)
         return out

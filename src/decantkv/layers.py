@@ -137,8 +137,9 @@ class PromptLayer(CacheLayerMixin):
         """None: the model's own attention reads what `update` returned."""
         return None
 
-    def before_attention(self, mask: Any, *, query: Tensor, kv_len: int, backend: str) -> Any:
-        """Hide filler slots from new tokens."""
+    def before_attention(self, call: AttentionCall) -> Any:
+        """The call's mask, with filler slots hidden from new tokens."""
+        mask, query, kv_len = call.mask, call.query, call.key.shape[2]
         if self.uneven and self.prompt is None:
             settled = self.kept.indices if self.kept is not None else self.valid
             later = kv_len - (0 if settled is None else settled.shape[2])
@@ -150,7 +151,7 @@ class PromptLayer(CacheLayerMixin):
             )
         if self.valid is None:
             return mask
-        return hide_filler(mask, self.valid, query=query, kv_len=kv_len, backend=backend)
+        return hide_filler(mask, self.valid, query=query, kv_len=kv_len, backend=call.backend, causal=call.causal)
 
     def after_attention(self, call: AttentionCall) -> None:
         """The prompt has been attended to: decide what to store. A failure leaves the layer empty."""

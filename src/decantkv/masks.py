@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -25,11 +26,14 @@ class PromptMask(NamedTuple):
 _memo = threading.local()
 
 
-def read_prompt_mask(mask: Any, *, batch: int, kv_len: int, rows: int, device: torch.device) -> PromptMask:
+def read_prompt_mask(
+    mask: Any, *, batch: int, kv_len: int, rows: int, device: torch.device, empty: bool = False
+) -> PromptMask:
     """Read the mask of a prompt's attention call; a model's layers share one, so its answer is remembered.
 
     Args:
         mask: None, 2-D [B, N] (flash), 4-D bool or additive [B or 1, 1, N, N] (sdpa, eager), or a flex BlockMask.
+        empty: rows may be pads alone, as in an early chunk.
 
     Raises:
         ValueError: an additive mask that is not only 0 and −inf, a mask per head, or pads that are not leftmost.
@@ -40,10 +44,40 @@ def read_prompt_mask(mask: Any, *, batch: int, kv_len: int, rows: int, device: t
     known = getattr(_memo, "last", None)
     if known is not None and known[0]() is mask and known[1] == key:
         answer: PromptMask = known[2]
-        return answer
-    answer = _read(_last_rows(mask, batch=batch, kv_len=kv_len, rows=rows, device=device), batch, kv_len, rows)
-    _memo.last = (weakref.ref(mask), key, answer)
+    else:
+        answer = _read(_last_rows(mask, batch=batch, kv_len=kv_len, rows=rows, device=device), batch, kv_len, rows)
+        _memo.last = (weakref.ref(mask), key, answer)
+    if not empty and answer.lengths is not None and 0 in answer.lengths:
+        raise ValueError("attention_mask: expected at least one real token in every row, got a row of pads")
     return answer
+
+
+def among_new(mask: Any, *, new: int, shown: Callable[[], Tensor | None]) -> Any:
+    """The mask of `new` tokens among themselves; a caller's 4-D mask may also cover older ones, all shown.
+
+    Args:
+        shown: gives [B, S] bool, which of the older slots hold a token, or None where slots are not the given tokens.
+
+    Raises:
+        ValueError: a 4-D mask over other keys, or one that hides some of the older tokens.
+    """
+    if not isinstance(mask, Tensor) or mask.dim() != 4 or mask.shape[-1] == new:
+        return mask
+    older = shown()
+    if older is None or mask.shape[-1] != older.shape[1] + new:
+        stored = "evicted" if older is None else f"{older.shape[1]} older"
+        raise ValueError(
+            f"attention_mask: expected a 2-D mask of all tokens, got a 4-D one over {mask.shape[-1]} keys for {new} "
+            f"tokens after {stored} ones"
+        )
+    seen = _last_rows(mask, batch=older.shape[0], kv_len=mask.shape[-1], rows=new, device=mask.device)[:, 0]
+    pads = ~seen[:, :, -new:].diagonal(dim1=1, dim2=2)  # nobody reads what they see
+    if not bool(((seen[:, :, :-new] == older[:, None]) | pads[..., None]).all()):
+        raise ValueError(
+            "attention_mask: expected causal attention to all older tokens where layers attend for themselves, got a "
+            "mask that hides some or shows pads; use decode='model', or read the prompt in one piece"
+        )
+    return mask[..., -new:]
 
 
 def real_tokens(mask: Any, *, batch: int, kv_len: int, device: torch.device) -> tuple[int, ...]:
@@ -101,8 +135,6 @@ def _read(seen: Tensor, batch: int, kv_len: int, rows: int) -> PromptMask:
     causal = key <= torch.arange(kv_len - rows, kv_len, device=seen.device)[:, None]
     plain = bool((seen == (causal & left_padded[:, None, None])).all())
     numbers = tuple(int(n) for n in lengths.tolist())
-    if 0 in numbers:
-        raise ValueError("attention_mask: expected at least one real token in every row, got a row of pads")
     numbers = numbers * batch if len(numbers) == 1 else numbers
     return PromptMask(None if set(numbers) == {kv_len} else numbers, None if plain else seen)
 
@@ -132,6 +164,7 @@ def hide_filler(
     query: Tensor,
     kv_len: int,
     backend: str,
+    causal: bool = True,
 ) -> Tensor:
     """The backend's mask for new tokens with the kept cache's filler slots hidden.
 
@@ -140,6 +173,7 @@ def hide_filler(
         valid: [B, 1 or H, K] bool, which of the first K slots hold a token.
         query: [B, HQ, q, D] the new tokens' queries.
         kv_len: K plus the new tokens.
+        causal: whether new tokens see only what is before them where there is no mask.
 
     Raises:
         ValueError: the backend has no mask that can say this.
@@ -155,7 +189,7 @@ def hide_filler(
         raise ValueError(f"{backend}: expected a batch whose rows keep equally many tokens; use sdpa or eager instead")
     shown = shown.repeat_interleave(num_heads // shown.shape[1], dim=1) if shown.shape[1] != 1 else shown
     shown = shown[:, :, None].expand(batch, -1, q_len, kv_len)
-    if mask is None and q_len > 1:
+    if mask is None and causal and q_len > 1:
         shown = shown & torch.ones(q_len, kv_len, dtype=torch.bool, device=valid.device).tril(kv_len - q_len)
     if backend == "eager" or (mask is not None and mask.dtype != torch.bool):
         mask = query.new_zeros(1, 1, q_len, kv_len) if mask is None else mask[..., :kv_len]

@@ -16,7 +16,7 @@ from decantkv import interface
 from decantkv.allocation import Contest
 from decantkv.evicting import EvictingLayer
 from decantkv.interface import AttentionCall, CallTerms, interrupted
-from decantkv.masks import PromptMask, padded_turn, read_prompt_mask
+from decantkv.masks import PromptMask, among_new, padded_turn, read_prompt_mask
 from decantkv.ragged import RaggedStore
 from decantkv.ranking import FILLER, highest
 from decantkv.records import storage_bytes
@@ -65,7 +65,10 @@ class RaggedLayer(EvictingLayer):
             raise ValueError("model: expected a forward without gradients (torch.no_grad()), got one with")
         keys, values = self._fresh
         batch, new = keys.shape[0], keys.shape[2]
-        mask = None if self.unmasked else call.mask
+        columns = self.lanes.columns
+        mask = None
+        if not self.unmasked:
+            mask = among_new(call.mask, new=new, shown=lambda: columns() if self.kept is None else None)
         seen = read_prompt_mask(mask, batch=batch, kv_len=new, rows=new, device=keys.device)
         if seen.window is not None or (new > 1 and mask is None and not call.causal):
             raise ValueError("attention_mask: expected causal attention among new tokens, got another pattern")

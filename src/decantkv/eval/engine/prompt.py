@@ -155,9 +155,9 @@ class WatchedLayer(DynamicLayer):
             self._lse.put(self.layer_idx, start, lse[..., None])
             self.known = (start if begin == end else begin, start + lse.shape[2])
 
-    def before_attention(self, mask: Any, **_: Any) -> Any:
+    def before_attention(self, call: AttentionCall) -> Any:
         """The mask is the model's own."""
-        return mask
+        return call.mask
 
     def after_attention(self, call: AttentionCall) -> None:
         """Keep the newest queries."""
