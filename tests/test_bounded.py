@@ -302,7 +302,9 @@ def test_what_an_answers_round_keeps_is_what_scoring_its_last_queries_keeps():
     torch.testing.assert_close(logits, judged, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("options", [{}, {"method": "streaming"}, {"allocation": "shared"}, {"protect": [(3, 9)]}])
+@pytest.mark.parametrize(
+    "options", [{}, {"method": "streaming"}, {"allocation": "shared"}, {"protect": [(3, 9)]}, {"allocation": "pyramid"}]
+)
 def test_padded_answers_equal_each_row_alone(options):
     model = tiny.llama()
     rows = [tiny.prompt(60, seed=1), tiny.prompt(33, seed=2), tiny.prompt(12, seed=3)]
@@ -323,6 +325,23 @@ def test_a_protected_prompt_stays():
         assert torch.equal(after.kept.indices[..., :20], before.kept.indices)
     assert max(stored) == 20 + 16 + 5
     assert stored[-1] == 36 + 4
+
+
+@pytest.mark.parametrize("decode", ["model", "own"])
+@pytest.mark.parametrize("more", [{"protect": [(3, 5)]}, {"protect_prompt": True}])
+@pytest.mark.parametrize("length", [2, 5, 9])
+def test_rounds_after_a_short_prompt_keep_what_is_protected(length, more, decode):
+    """A prompt that is kept whole may have fewer tokens than window, sinks and protected spans together."""
+    if "protect" in more and length < 5:
+        more = {}
+    model, options = tiny.llama(), {"budget": 0.5, "window": 4, "sinks": 2, "every": 3, "decode": decode, **more}
+    _, _, cache = answers(model, {"input_ids": tiny.prompt(length)}, 12, **options)
+    for layer in cache.layers:
+        kept = layer.kept.mask(layer.renewed)
+        assert kept[..., :2].all()
+        assert kept[..., -4:].all()
+        assert kept[..., 3:5].all() or "protect" not in more
+        assert kept[..., : min(length, 6)].all() or "protect_prompt" not in more
 
 
 def test_forks_crops_beams_and_files_in_the_middle_of_an_answer(tmp_path):
@@ -368,6 +387,10 @@ REFUSED = [
     ({"every": 8, "allocation": "ada"}, "every: expected an allocation"),
     ({"decode_budget": 8}, "every: expected a number"),
     ({"every": 8, "decode_budget": 4}, "decode_budget: expected at least 8"),
+    (
+        {"every": 8, "decode_budget": 9, "protect": [(1, 3)]},
+        "decode_budget: expected at least 10 tokens, which window,",
+    ),
 ]
 
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from decantkv.allocation import UNIFORM, Shared
-from decantkv.budget import count
 from decantkv.inner import Inner, check_inner
 from decantkv.options import Span, expect_choice, expect_int
 from decantkv.peers import Peers
@@ -85,11 +84,10 @@ class Bounds:
             )
         if self.reuse_lse and settings.impl == "reference":
             raise ValueError("reuse_lse: expected an implementation that reads keys once, got impl='reference'")
-        always = method.window + settings.sinks
         if self.max_kv_tokens is not None:
             if self.prefill_chunk is None:
                 raise ValueError("prefill_chunk: expected the length of a chunk beside max_kv_tokens, got None")
-            least = always + count(tuple(settings.protect))
+            least = settings.rounds_keep()
             if self.max_kv_tokens < least:
                 raise ValueError(
                     f"max_kv_tokens: expected at least {least}, which window, sinks and protected spans always keep, "
@@ -106,10 +104,12 @@ class Bounds:
             raise ValueError(
                 f"every: expected an allocation that gives heads equally many tokens, got {settings.allocation.name!r}"
             )
+        always, names = settings.rounds_keep(), "window, sinks and protected spans"
+        if self.protect_prompt:  # which holds the spans
+            always, names = method.window + settings.sinks, "window and sinks"
         if self.decode_budget is not None and self.decode_budget < always:
             raise ValueError(
-                f"decode_budget: expected at least {always} tokens, which window and sinks always keep, "
-                f"got {self.decode_budget}"
+                f"decode_budget: expected at least {always} tokens, which {names} always keep, got {self.decode_budget}"
             )
         if (self.every or self.max_kv_tokens) and (method.renumbers or "queries" in method.needs):
             name = "every" if self.every else "max_kv_tokens"

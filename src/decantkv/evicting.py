@@ -334,11 +334,13 @@ class EvictingLayer(PromptLayer):
         bounds = self.bounds
         if bounds.every is None:
             return
-        own, whole = bounds.decode_budget, self.settings.budget.tokens
+        own, whole, always = bounds.decode_budget, self.settings.budget.tokens, self.settings.rounds_keep()
         if bounds.protect_prompt:
-            most = [n + (n if own is None else own) for n in counts]
-        else:
-            most = [own if own is not None else whole if whole is not None else n for n in counts]
+            most = [
+                n + max(n if own is None else own, self.settings.method.window + self.settings.sinks) for n in counts
+            ]
+        else:  # a short prompt is kept whole, and may have had fewer tokens than a round keeps whatever their score
+            most = [max(own if own is not None else whole if whole is not None else n, always) for n in counts]
         rows = [(self.logical - n, self.logical, limit) for n, limit in zip(lengths, most, strict=True)]
         self.frame, self.renewed, self.recent = torch.tensor(rows, device="cpu"), self.logical, []
         self._remember(call.query)
@@ -419,7 +421,8 @@ class EvictingLayer(PromptLayer):
         if self.store is None:
             raise RuntimeError("the layer stores nothing")
         keys, values = self.store.keys, self.store.values
-        held = list(real_tokens(call.mask, batch=keys.shape[0], kv_len=keys.shape[2], device=keys.device))
+        mask = None if self.uneven else call.mask  # which then fits another layer's slots; `valid` hides all pads
+        held = list(real_tokens(mask, batch=keys.shape[0], kv_len=keys.shape[2], device=keys.device))
         if self.valid is not None:
             hidden = (~self.valid).sum(-1).amax(-1).tolist()
             held = [min(n, keys.shape[2] - int(h)) for n, h in zip(held, hidden, strict=True)]

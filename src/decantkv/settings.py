@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self, get_args
@@ -104,6 +105,10 @@ class Settings:
     def fixed(self, length: int) -> int:
         """How many tokens of a prompt are kept whatever their score."""
         return count(fixed_spans(length, window=self.method.window, sinks=self.sinks, protect=self.protect))
+
+    def rounds_keep(self) -> int:
+        """How many tokens are kept whatever their score once the window has moved past all that is protected."""
+        return self.fixed(sys.maxsize)
 
     def raised(self, lengths: Sequence[int]) -> bool:
         """Whether protection kept more in some row than the budget's share asked for."""

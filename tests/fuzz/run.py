@@ -19,35 +19,35 @@ from hypothesis.stateful import run_state_machine_as_test
 from decantkv.circumstances import commit, device_name, versions
 from tests.fuzz.machine import Machine, counts
 
-BATCH = 100
+BATCH = 25
 ROWS = Path(__file__).parents[2] / "results/matrix/fuzz.jsonl"
 
 
-def batch(number: int, sequences: int = BATCH) -> None:
+def batch(number: int, *, shrink: bool = True) -> None:
     """A batch of sequences; the first fault is shrunk and raised."""
     machine = seed(number)(type("Machine", (Machine,), {}))
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=sequences,
+            max_examples=BATCH,
             stateful_step_count=12,
             deadline=None,
             database=None,
             derandomize=False,
             report_multiple_bugs=False,
             suppress_health_check=list(HealthCheck),
-            phases=[Phase.generate, Phase.shrink],
+            phases=[Phase.generate, *([Phase.shrink] if shrink else [])],
             print_blob=False,
         ),
     )
 
 
-def batches(first: int, *, seconds: float, sequences: int) -> Iterator[int]:
+def batches(first: int, *, seconds: float, sequences: int, shrink: bool = True) -> Iterator[int]:
     """Run batch after batch from seed `first` on; yields each seed before its batch runs."""
     stop = time.monotonic() + seconds
     while time.monotonic() < stop and counts.sequences < sequences:
         yield first
-        batch(first)
+        batch(first, shrink=shrink)
         first += 1
 
 

@@ -52,7 +52,8 @@ class Truth:
         ids: [B, N]; real: [B, N] bool.
         full: every token's keys and values.
         kept: by evicting layer [B, H, N] bool: what it may still look at.
-        said: by layer, the kept indices that were last read from it; named: the same as a mask.
+        said: by layer, the kept indices that were last read from it, and the columns at that eviction.
+        named: by layer, those indices as a mask.
         prompt: columns of the prompt; 0 while it is being read.
         prompt_kept: by layer, what the prompt's eviction left; most: [B] tokens that later evictions leave at most.
         renewed: by layer, columns at the last eviction.
@@ -63,7 +64,7 @@ class Truth:
     real: Tensor
     full: DynamicCache = field(default_factory=full_cache)
     kept: dict[int, Tensor] = field(default_factory=dict)
-    said: dict[int, Tensor | None] = field(default_factory=dict)
+    said: dict[int, tuple[Tensor, int]] = field(default_factory=dict)
     prompt: int = 0
     prompt_kept: dict[int, Tensor] = field(default_factory=dict)
     renewed: dict[int, int] = field(default_factory=dict)
@@ -175,7 +176,7 @@ class Reader:
                 truth.kept[i] = now
                 changed.append(i)
             truth.named[i] = now
-            truth.said[i] = layer.kept.indices.clone()
+            truth.said[i] = layer.kept.indices.clone(), self._at(layer)
         if truth.prompt == 0 and layers and all(layer.prompt is None and layer.logical for _, layer in layers):
             truth.prompt = truth.length
             self._check_prompt(truth, [i for i, _ in layers])
@@ -208,7 +209,12 @@ class Reader:
         if layer.kept is None:
             assert said is None, f"layer {i} forgot what it kept"
             return True
-        return said is not None and torch.equal(said, layer.kept.indices)
+        # a later eviction may name the same tokens again, and drop all that came since
+        return said is not None and said[1] == self._at(layer) and torch.equal(said[0], layer.kept.indices)
+
+    def _at(self, layer: EvictingLayer) -> int:
+        """How many columns there were at the layer's last eviction."""
+        return layer.get_seq_length() - layer.after_eviction()
 
     def _said(self, layer: EvictingLayer, truth: Truth, before: Tensor) -> Tensor:
         """[B, H, N]: tokens named as kept, and those behind the last of them that came later."""
@@ -288,9 +294,12 @@ class Reader:
     def _most(self, prompt: Tensor) -> Tensor:
         """[B] tokens that an eviction of the answer leaves at most, of `prompt` [B] that the prompt's left."""
         own, whole = self.bounds.decode_budget, self.settings.budget.tokens
+        always = self.settings.method.window + self.settings.sinks
         if self.bounds.protect_prompt:
-            return prompt + (prompt if own is None else own)
-        return torch.full_like(prompt, own) if own is not None else prompt if whole is None else prompt * 0 + whole
+            return prompt + (prompt.clamp_min(always) if own is None else own)
+        most = torch.full_like(prompt, own) if own is not None else prompt if whole is None else prompt * 0 + whole
+        return most.clamp_min(len(set(range(self.settings.sinks)).union(*(range(*p) for p in self.settings.protect)))
+                              + self.settings.method.window)  # fmt: skip
 
     def _round(self, layer: EvictingLayer, full: FullLayer) -> None:
         """Round the full cache's tokens as the store rounds its own."""
