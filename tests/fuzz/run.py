@@ -23,9 +23,13 @@ BATCH = 25
 ROWS = Path(__file__).parents[2] / "results/matrix/fuzz.jsonl"
 
 
-def batch(number: int, *, shrink: bool = True) -> None:
-    """A batch of sequences; the first fault is shrunk and raised."""
-    machine = seed(number)(type("Machine", (Machine,), {}))
+def batch(number: int, *, repeatable: bool = False) -> None:
+    """A batch of sequences; the first fault is shrunk and raised.
+
+    Args:
+        repeatable: the same on every machine: nothing is interrupted, and nothing is shrunk.
+    """
+    machine = seed(number)(type("Machine", (Machine,), {"interrupts": not repeatable}))
     run_state_machine_as_test(
         machine,
         settings=settings(
@@ -36,18 +40,18 @@ def batch(number: int, *, shrink: bool = True) -> None:
             derandomize=False,
             report_multiple_bugs=False,
             suppress_health_check=list(HealthCheck),
-            phases=[Phase.generate, *([Phase.shrink] if shrink else [])],
+            phases=[Phase.generate, *([] if repeatable else [Phase.shrink])],
             print_blob=False,
         ),
     )
 
 
-def batches(first: int, *, seconds: float, sequences: int, shrink: bool = True) -> Iterator[int]:
+def batches(first: int, *, seconds: float, sequences: int, repeatable: bool = False) -> Iterator[int]:
     """Run batch after batch from seed `first` on; yields each seed before its batch runs."""
     stop = time.monotonic() + seconds
     while time.monotonic() < stop and counts.sequences < sequences:
         yield first
-        batch(first, shrink=shrink)
+        batch(first, repeatable=repeatable)
         first += 1
 
 
