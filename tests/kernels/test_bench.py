@@ -8,7 +8,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from decantkv.bench import cli, gate, rows, score
+from decantkv import json_lines
+from decantkv.bench import cli, gate, score
 from decantkv.scoring import reference
 from tests.kernels.windows import widened, window
 
@@ -64,8 +65,8 @@ def test_a_picture_is_drawn_from_rows_alone(tmp_path):
         {**base, "kv_len": n, "contender": "triton", "gpu_us": {"p50": n / 1e3}, "roof_bytes_per_s": 4e12}
         for n in (4096, 8192)
     ]
-    rows.write(tmp_path / "rows.jsonl", made)
-    assert rows.read(tmp_path / "rows.jsonl") == json.loads(json.dumps(made))
+    json_lines.write(tmp_path / "rows.jsonl", made)
+    assert json_lines.read(tmp_path / "rows.jsonl") == json.loads(json.dumps(made))
     result = CliRunner().invoke(cli.app, ["plot", str(tmp_path / "rows.jsonl"), str(tmp_path / "plot.png")])
     assert result.exit_code == 0, result.output
     assert (tmp_path / "plot.png").stat().st_size > 1000
