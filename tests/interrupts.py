@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,15 +17,23 @@ PLACES = (
 )
 
 
+def _of_with(frame: Any) -> bool:
+    return linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith(("with ", "async with "))
+
+
 @contextmanager
 def counting(stop: int | None, places: tuple[str, ...] = PLACES) -> Iterator[list[int]]:
-    """Count lines that run in the files of `places`; raise KeyboardInterrupt before line `stop`, once."""
+    """Count lines that run in the files of `places`; raise KeyboardInterrupt before line `stop`, once.
+
+    A `with` line is passed over: Python comes back to it when its block ends, and an error there would skip the exit,
+    which no signal's handler can.
+    """
     count = [0]
 
     def trace(frame: Any, event: str, arg: Any) -> Any:
         if not any(place in frame.f_code.co_filename for place in places):
             return None
-        if event == "line":
+        if event == "line" and not _of_with(frame):
             count[0] += 1
             if count[0] == stop:
                 sys.settrace(None)

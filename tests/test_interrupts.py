@@ -205,9 +205,10 @@ def test_a_run_is_ended_from_another_thread_and_twice():
     model = tiny.llama()
     before = footprint(model)
     run = decantkv.attach(model, budget=0.3, window=4)
-    threads = [threading.Thread(target=run.detach) for _ in range(4)]
+    threads = [threading.Thread(target=run.detach, daemon=True) for _ in range(4)]
     [thread.start() for thread in threads]
-    [thread.join() for thread in threads]
+    [thread.join(60) for thread in threads]
+    assert not any(thread.is_alive() for thread in threads), "a lock was never given back"
     assert footprint(model) == before
 
 
