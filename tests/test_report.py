@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import json
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -280,3 +282,41 @@ def test_counts_of_prompts_long_past_are_on_the_host(monkeypatch):
     assert 0 < sum(found) < 12, found
     assert found == sorted(found)
     assert all(sum(map(sum, layer["kept"])) == 90 * 2 for layer in run.report().layers)
+
+
+def test_a_long_run_keeps_its_newest_records_and_counts_all(monkeypatch):
+    def report():
+        model = tiny.llama()
+        with decantkv.attach(model, budget=0.3) as run, torch.no_grad():
+            for length in (100, 2, 60, 2, 80):  # two tokens fit, nothing of them is dropped
+                model(tiny.prompt(length))
+        return run.report()
+
+    whole = report()
+    monkeypatch.setattr(records, "RECORDS", 4)
+    short = report()
+    assert len(whole.layers) == 15
+    assert list(short.layers) == list(whole.layers)[-4:]
+    for name in (
+        "evictions",
+        "prompts_evicted",
+        "prompts_of_layers",
+        "bytes_before",
+        "bytes_after",
+        "memory",
+        "warnings",
+    ):
+        assert getattr(short, name) == getattr(whole, name), name
+    assert str(short).splitlines()[:3] == str(whole).splitlines()[:3]
+
+
+def test_threads_lose_no_counts():
+    recorder, before = records.Recorder("dropkv", "0.1"), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            for _ in range(4):
+                pool.submit(lambda: [recorder.count("rounds") for _ in range(5000)])
+    finally:
+        sys.setswitchinterval(before)
+    assert recorder.rounds == 20_000

@@ -251,10 +251,10 @@ class EvictingLayer(PromptLayer):
         if not self.bounds.reuse_lse:
             return None
         if isinstance(hints, tuple):
-            self.recorder.reused_lse += 1
+            self.recorder.count("reused_lse")
             return hints
         reason = hints or "the prompt came in chunks"
-        self.recorder.without_lse[reason] = self.recorder.without_lse.get(reason, 0) + 1
+        self.recorder.count_reason("without_lse", reason)
         return None
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
@@ -323,7 +323,7 @@ class EvictingLayer(PromptLayer):
         self.seen = PromptMask(None if set(held) == {self.prompt[0].shape[2]} else held, None)
 
     def _round(self, win: AttentionWindow, lengths: list[int], counts: list[int], forced: Tensor | None) -> Kept:
-        self.recorder.rounds += 1
+        self.recorder.count("rounds")
         return choose(
             self.settings, win, lengths=lengths, n_keep=counts, forced=forced, shared=self.shared, peers=self.peers,
             stopwatch=self.recorder.stopwatch,

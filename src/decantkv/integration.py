@@ -462,13 +462,13 @@ class _Attachment:
         elif cache is not None and type(cache) is DynamicCache and cache.get_seq_length() == 0:
             cache.layers = run.cache_for(model).layers  # generate and the caller hold this very object
         elif cache is not None and (kind := _passed_over(cache, kwargs)) is not None:
-            run.recorder.passed_over[kind] = run.recorder.passed_over.get(kind, 0) + 1
+            run.recorder.count_reason("passed_over", kind)
         if isinstance(cache, DynamicCache) and not isinstance(cache, EvictingCache):
             check_adapters(cache)
         if isinstance(cache, DynamicCache) and cache.get_seq_length() == 0:
             recorder = cache.recorder if isinstance(cache, EvictingCache) else run.recorder
             self._prefill.stop = recorder.stopwatch.start("prefill", _device_of(decoder))
-            self._prefill.weighing = recorder, Weighing(decoder, len(recorder.layers)), weakref.ref(cache)
+            self._prefill.weighing = recorder, Weighing(decoder, recorder.recorded), weakref.ref(cache)
         if getattr(self._prefill, "chunked", False) and isinstance(cache, DynamicCache):
             number_chunk(kwargs, cache)
         return args, kwargs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,8 @@ from torch import Tensor
 
 Stage = Literal["scoring", "selection", "compaction", "prefill"]
 SPANS = 1024  # open-ended runs add finished spans up, and move counts off the device, beyond so many
+RECORDS = 8192  # of a layer's prompts that a run keeps; older ones are counted and forgotten
+_lock = threading.RLock()  # around every change of a recorder, which threads share
 
 
 @dataclass(frozen=True)
@@ -131,7 +134,12 @@ class Recorder:
     budget: str
     settings: dict[str, Any] = field(default_factory=dict)  # all others in force, as JSON can hold them
     layers: list[LayerRecord] = field(default_factory=list)
-    settled: int = 0  # layers on record whose counts are on the host
+    forgotten: int = 0  # older ones, no longer in `layers`
+    forgotten_evicted: int = 0  # those of them that dropped something
+    raised: bool = False  # in some prompt, as in its record
+    unscored: bool = False
+    widest: int = 0  # rows of the largest batch
+    settled: int = 0  # prompts of a layer, from the first, whose counts are on the host
     marks: list[tuple[int, torch.device, torch.cuda.Event]] = field(default_factory=list)  # layers written by when
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
     left_alone: int = 0
@@ -147,46 +155,67 @@ class Recorder:
 
     def add(self, record: LayerRecord) -> None:
         """Write down one layer's eviction."""
-        self.layers.append(record)
-        marked, device = self.marks[-1][0] if self.marks else self.settled, record.counts.device
-        if device.type == "cuda" and len(self.layers) - marked >= SPANS:
-            self.marks.append((len(self.layers), device, torch.cuda.current_stream(device).record_event()))
-        if self.marks and self.marks[0][2].query():
-            self._settle(*self.marks.pop(0)[:2])
+        with _lock:
+            self.layers.append(record)
+            self.raised, self.unscored = self.raised or record.raised, self.unscored or record.unscored
+            self.widest = max(self.widest, len(record.seen))
+            marked, device = self.marks[-1][0] if self.marks else self.settled, record.counts.device
+            if device.type == "cuda" and self.recorded - marked >= SPANS:
+                self.marks.append((self.recorded, device, torch.cuda.current_stream(device).record_event()))
+            if self.marks and self.marks[0][2].query():
+                self._settle(*self.marks.pop(0)[:2])
+            while len(self.layers) > RECORDS:
+                self.forgotten_evicted += _dropped(_plain(self.layers.pop(0)))
+                self.forgotten += 1
+
+    @property
+    def recorded(self) -> int:
+        """How many prompts of a layer were written down, forgotten ones included."""
+        return self.forgotten + len(self.layers)
+
+    def count(self, counter: Literal["rounds", "reused_lse"]) -> None:
+        """One more."""
+        with _lock:
+            setattr(self, counter, getattr(self, counter) + 1)
+
+    def count_reason(self, counter: Literal["without_lse", "passed_over"], reason: str) -> None:
+        """One more for that reason."""
+        with _lock:
+            counts: dict[str, int] = getattr(self, counter)
+            counts[reason] = counts.get(reason, 0) + 1
 
     def _settle(self, stop: int, device: torch.device) -> None:
         """Move finished counts to the host; those of the device that said so on a stream with nothing to wait for."""
         with torch.cuda.stream(torch.cuda.Stream(device)):
-            for i in range(self.settled, stop):
+            for i in range(max(0, self.settled - self.forgotten), stop - self.forgotten):
                 self.layers[i] = replace(self.layers[i], counts=self.layers[i].counts.cpu())
         self.settled = stop
 
     def full_bytes(self, since: int) -> int:
-        """Bytes of the full keys and values of all layers on record from number `since` on."""
-        return sum(record.bytes_before for record in self.layers[since:])
+        """Bytes of the full keys and values of what was recorded from number `since` on."""
+        with _lock:
+            return sum(record.bytes_before for record in self.layers[max(0, since - self.forgotten) :])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Recorder:
         return self  # a copied cache goes on reporting to the same place
 
     def report(self) -> Report:
         """Everything so far, as plain numbers."""
+        with _lock:
+            return self._report()
+
+    def _report(self) -> Report:
         stages: tuple[Stage, ...] = ("scoring", "selection", "compaction", "prefill")
         return Report(
             method=self.method,
             budget=self.budget,
-            layers=[
-                {
-                    "layer": r.layer_idx,
-                    "seen": list(r.seen),
-                    "kept": r.counts.tolist(),
-                    "bytes_before": r.bytes_before,
-                    "bytes_after": r.bytes_after,
-                }
-                for r in self.layers
-            ],
+            layers=[_plain(record) for record in self.layers],
+            forgotten=self.forgotten,
+            forgotten_evicted=self.forgotten_evicted,
+            widest=self.widest,
             seconds={stage: self.stopwatch.seconds(stage) for stage in stages},
-            raised=any(r.raised for r in self.layers),
-            unscored=any(r.unscored for r in self.layers),
+            raised=self.raised,
+            unscored=self.unscored,
             settings=dict(self.settings),
             loaded=self.loaded,
             left_alone=self.left_alone,
@@ -206,7 +235,9 @@ class Report:
 
     Attributes:
         method, budget: the settings; settings: all others in force.
-        layers: a dict per eviction of a layer: layer, seen [B], kept [B][H], bytes_before, bytes_after.
+        layers: a dict per eviction of a layer: layer, seen [B], kept [B][H], bytes_before, bytes_after; of long runs
+            the newest. forgotten: how many came before those; forgotten_evicted: how many of them dropped something.
+        widest: rows of the largest batch.
         seconds: time in scoring, selection, compaction and prefill; the first three are inside the last.
         raised: protection kept more than the budget's share asked for; unscored: in some prompt that dropped tokens it
             left nothing for scores to decide.
@@ -242,6 +273,9 @@ class Report:
     settings: dict[str, Any] = field(default_factory=dict)
     unscored: bool = False
     loaded: bool = False
+    forgotten: int = 0
+    forgotten_evicted: int = 0
+    widest: int = 0
 
     @property
     def evictions(self) -> int:
@@ -251,7 +285,12 @@ class Report:
     @property
     def prompts_evicted(self) -> int:
         """How often a layer dropped tokens of a prompt that it had read."""
-        return sum(_dropped(layer) for layer in self.layers)
+        return self.forgotten_evicted + sum(_dropped(layer) for layer in self.layers)
+
+    @property
+    def prompts_of_layers(self) -> int:
+        """How many prompts the layers read, each layer's counted."""
+        return self.forgotten + len(self.layers)
 
     @property
     def bytes_before(self) -> int:
@@ -292,7 +331,7 @@ class Report:
                 f"the full cache would take {format_bytes(self.bytes_before)} beside {format_bytes(self.weights)} of "
                 "weights; expect hardly any gain from eviction"
             )
-        if self.evictions and self.layers and max(len(layer["seen"]) for layer in self.layers) == 1:
+        if self.evictions and self.widest == 1:
             told.append("batch 1: eviction frees memory; expect hardly any decode speed-up from it alone")
         return told
 
@@ -304,7 +343,7 @@ class Report:
                 "budget": self.budget,
                 "settings": self.settings,
                 "evictions": self.evictions,
-                "prompts_of_layers": len(self.layers),
+                "prompts_of_layers": self.prompts_of_layers,
                 "prompts_evicted": self.prompts_evicted,
                 "memory": None if self.memory is None else asdict(self.memory),
                 "bytes_before": self.bytes_before,
@@ -341,9 +380,9 @@ class Report:
                 + (" by the allocator" if memory.by == "allocator" else "")
                 + (f" + {format_bytes(memory.room)} room for the answer" if memory.room else "")
             )
-            if 0 < self.prompts_evicted < len(self.layers):
+            if 0 < self.prompts_evicted < self.prompts_of_layers:
                 lines.append(
-                    f"dropped something in {self.prompts_evicted:,} of {len(self.layers):,} prompts of a layer"
+                    f"dropped something in {self.prompts_evicted:,} of {self.prompts_of_layers:,} prompts of a layer"
                 )
             inside = self.seconds["scoring"] + self.seconds["selection"] + self.seconds["compaction"]
             prefill = f" of {format_seconds(self.seconds['prefill'])} prefill" if self.seconds["prefill"] else ""
@@ -365,6 +404,17 @@ class Report:
     def _last(self) -> list[dict[str, Any]]:
         """The newest record of every layer: the last prompt's."""
         return list({layer["layer"]: layer for layer in self.layers}.values())
+
+
+def _plain(record: LayerRecord) -> dict[str, Any]:
+    """A record as JSON can hold it."""
+    return {
+        "layer": record.layer_idx,
+        "seen": list(record.seen),
+        "kept": record.counts.tolist(),
+        "bytes_before": record.bytes_before,
+        "bytes_after": record.bytes_after,
+    }
 
 
 def _dropped(layer: dict[str, Any]) -> bool:
