@@ -312,8 +312,13 @@ def test_an_encoders_keys_given_to_a_lone_decoder_are_refused():
     model = made("BartForCausalLM", **BART)
     with torch.no_grad(), decantkv.attach(model, budget=1.0):
         model(tiny.prompt(20), use_cache=True)
-        with pytest.raises(ValueError, match="encoder_hidden_states: expected none beside attach"):
+        with pytest.raises(ValueError, match="encoder_hidden_states: expected none beside"):
             model(tiny.prompt(20), encoder_hidden_states=torch.zeros(1, 9, 32), use_cache=True)
+    cache = decantkv.EvictingCache(model, budget=1.0)
+    given = {cache_argument(model): cache, "encoder_hidden_states": torch.zeros(1, 9, 32)}
+    with torch.no_grad(), pytest.raises(ValueError, match="encoder_hidden_states: expected none beside an evicting"):
+        model(tiny.prompt(20), **given)
+    assert cache.get_seq_length() == 0
 
 
 @pytest.mark.skipif(not at_least("5.24"), reason="has no such layers")

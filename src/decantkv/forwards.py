@@ -72,6 +72,11 @@ def _begin(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | N
     before = cache.get_seq_length() if layer is None else layer.logical
     if layer is None and before:
         return
+    if layer is not None and kwargs.get("encoder_hidden_states") is not None:
+        raise ValueError(
+            "encoder_hidden_states: expected none beside an evicting cache, got some, whose keys would be cached as "
+            "tokens"
+        )
     if _BEFORE in vars(cache):  # its end was never seen, as after Ctrl-C
         interrupted = vars(cache).pop(_BEFORE)
         if len({other.logical for other in cache.layers if isinstance(other, PromptLayer)}) > 1:
