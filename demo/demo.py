@@ -19,9 +19,9 @@ from transformers import DynamicCache
 from transformers.utils.logging import disable_progress_bar
 
 from decantkv import EvictingCache
-from decantkv.cache import cache_argument, cache_bytes
-from decantkv.models import chat_prompt, load
-from decantkv.records import format_bytes
+from decantkv.cache.evicting_cache import cache_argument, cache_bytes
+from decantkv.cache.report import format_bytes
+from decantkv.hf.loading import chat_prompt, load
 
 CODE = "7392"
 FACT = f"The access code for the archive room is {CODE}."

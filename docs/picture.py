@@ -11,8 +11,8 @@ import matplotlib.pyplot as plt
 import torch
 
 from decantkv import EvictingCache
-from decantkv.cache import cache_argument
-from decantkv.models import load
+from decantkv.cache.evicting_cache import cache_argument
+from decantkv.hf.loading import load
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "demo"))

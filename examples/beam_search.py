@@ -5,7 +5,7 @@ import sys
 import torch
 
 import decantkv
-from decantkv.models import load
+from decantkv.hf.loading import load
 
 model, tokenizer = load(sys.argv[1])
 prompt = "The weather was fine. " * 40 + "Ada's code is 4417. " + "It rained later. " * 40 + "Ada's code is"

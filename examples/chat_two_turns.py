@@ -8,8 +8,8 @@ import sys
 import torch
 
 import decantkv
-from decantkv.cache import cache_argument
-from decantkv.models import load
+from decantkv.cache.evicting_cache import cache_argument
+from decantkv.hf.loading import load
 
 model, tokenizer = load(sys.argv[1])
 notes = "The ferry leaves at nine. " * 30 + "Ada's code is 4417. " + "It rained later in the day. " * 30

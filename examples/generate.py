@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 import decantkv
-from decantkv.models import chat_prompt, load
+from decantkv.hf.loading import chat_prompt, load
 
 model, tokenizer = load(sys.argv[1])
 text = Path(sys.argv[2]).read_text(encoding="utf-8") if len(sys.argv) > 2 else "All work and no play. " * 200

@@ -5,7 +5,7 @@ import sys
 import torch
 
 import decantkv
-from decantkv.models import load
+from decantkv.hf.loading import load
 
 model, tokenizer = load(sys.argv[1])
 tokenizer.padding_side = "left"

@@ -11,7 +11,7 @@ import urllib.request
 from contextlib import suppress
 from urllib.error import URLError
 
-from decantkv.models import convert_gguf
+from decantkv.hf.loading import convert_gguf
 
 NUMBER, PORT = "48213", 8017
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "

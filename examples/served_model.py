@@ -12,7 +12,7 @@ import urllib.request
 from transformers.cli.serve import Serve
 
 import decantkv
-from decantkv.models import convert_gguf
+from decantkv.hf.loading import convert_gguf
 
 source = str(convert_gguf(sys.argv[1])) if sys.argv[1].endswith(".gguf") else sys.argv[1]
 with socket.socket() as free:

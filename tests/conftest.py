@@ -43,6 +43,6 @@ def model_path():
 
 @pytest.fixture(scope="session")
 def demo_model(model_path):
-    from decantkv.models import load
+    from decantkv.hf.loading import load
 
     return load(model_path)

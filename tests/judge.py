@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, modeling_utils
 
-from decantkv.cache import EvictingCache, EvictingLayer, cache_argument
+from decantkv.cache.evicting_cache import EvictingCache, EvictingLayer, cache_argument
 
 
 def kept_masks(cache: EvictingCache, length: int) -> dict[int, Tensor]:

@@ -14,9 +14,9 @@ import transformers
 from transformers import LlamaForCausalLM
 
 import decantkv
-from decantkv.evicting import EvictingLayer
-from decantkv.peers import Peers
-from decantkv.selection import select
+from decantkv.cache.evicting_layer import EvictingLayer
+from decantkv.selection.selector import select
+from decantkv.selection.tensor_parallel import Peers
 from tests import tiny
 from tests.families import at_least
 from tests.judge import kept_masks, logits_with

@@ -14,8 +14,8 @@ from transformers import DynamicCache, StaticCache, modeling_utils
 from transformers.models.llama import modeling_llama
 
 import decantkv
-from decantkv import interface
-from decantkv.cache import cache_argument
+from decantkv.cache.evicting_cache import cache_argument
+from decantkv.hf import attention_hook
 from tests import tiny
 
 
@@ -62,7 +62,7 @@ def test_a_cache_that_is_gone_leaves_nothing_behind(model):
     del cache
     gc.collect()
     assert footprint(model) == before
-    assert not interface._patches
+    assert not attention_hook._patches
 
 
 def test_an_attached_model_is_neither_copied_nor_pickled(model):

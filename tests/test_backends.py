@@ -10,8 +10,8 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from transformers import DynamicCache
 
 import decantkv
-import decantkv.cache
-from decantkv.cache import cache_argument
+import decantkv.cache.evicting_cache
+from decantkv.cache.evicting_cache import cache_argument
 from tests import tiny
 from tests.families import at_least
 from tests.judge import logits_with
@@ -105,9 +105,11 @@ def test_a_callers_offloading_cache(monkeypatch, attention):
         monkeypatch.setattr(torch, "Stream", Stream)
         monkeypatch.setattr(torch.cuda, "default_stream", lambda *device: Stream())
     model = tiny.llama(attention=attention)
-    offload = decantkv.cache.PromptLayer.offload
+    offload = decantkv.cache.evicting_cache.PromptLayer.offload
     monkeypatch.setattr(
-        decantkv.cache.PromptLayer, "offload", lambda layer: (moved.append(layer.layer_idx), offload(layer))
+        decantkv.cache.evicting_cache.PromptLayer,
+        "offload",
+        lambda layer: (moved.append(layer.layer_idx), offload(layer)),
     )
     for inputs in ({"input_ids": tiny.prompt(100)}, PADDED):
         with decantkv.attach(model, budget=0.2):

@@ -9,10 +9,10 @@ import torch
 from transformers import DynamicCache
 
 import decantkv
-from decantkv.buffers import SlackStore
-from decantkv.cache import cache_argument, deferred
-from decantkv.evicting import EvictingLayer
-from decantkv.observation import ObservingCache
+from decantkv.cache.evicting_cache import cache_argument, deferred
+from decantkv.cache.evicting_layer import EvictingLayer
+from decantkv.cache.stores.dense import SlackStore
+from decantkv.cache.watching import ObservingCache
 from tests import tiny
 from tests.families import at_least, build
 from tests.judge import hiding, kept_masks, logits_with
@@ -83,7 +83,7 @@ def test_what_outlived_the_rounds_is_at_its_own_positions(attention):
 
 def straight_line(model, ids, chunk, cap, budget):
     """[H, K] positions: one layer's rounds written out, scores by DropKV's formula over what is left."""
-    from decantkv.selection import pool_scores
+    from decantkv.selection.selector import pool_scores
 
     seen = {}
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decantkv.budget import Budget, count, fixed_spans
-from decantkv.files import settings_as_dict, settings_from_dict
+from decantkv.cache.files import settings_as_dict, settings_from_dict
+from decantkv.selection.budget import Budget, count, fixed_spans
 from decantkv.settings import Settings
 
 
@@ -49,7 +49,7 @@ def test_budgets_out_of_range(budget):
 )  # fmt: skip
 def test_text_is_read_as_the_number_it_names_everywhere(text, same):
     from decantkv.cli.generate import parse_budget as on_the_command_line
-    from decantkv.eval.engine.policy import parse_budget as in_a_table
+    from decantkv.lab.eval.engine.policy import parse_budget as in_a_table
 
     wanted = Budget.parse(same)
     assert Budget.parse(text) == on_the_command_line(text) == in_a_table(text) == wanted

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import decantkv
-from decantkv import layers, ragged
-from decantkv.buffers import ROOM, SlackStore
-from decantkv.cache import cache_argument
+from decantkv.cache import layer
+from decantkv.cache.evicting_cache import cache_argument
+from decantkv.cache.stores import ragged
+from decantkv.cache.stores.dense import ROOM, SlackStore
 from tests import tiny
 from tests.judge import evicted_and_judged, logits_with
 
@@ -73,7 +74,7 @@ def growths(monkeypatch):
 
 @pytest.mark.parametrize("decode", ["model", "own"])
 def test_an_answer_longer_than_a_growth_goes_on_in_long_steps(monkeypatch, growths, decode):
-    monkeypatch.setattr(layers, "RESERVE", 200)
+    monkeypatch.setattr(layer, "RESERVE", 200)
     model = tiny.llama()
     with decantkv.attach(model, budget=0.2, decode=decode):
         model.generate(tiny.prompt(60), max_new_tokens=600, min_new_tokens=600)

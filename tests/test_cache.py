@@ -11,9 +11,9 @@ import torch
 from transformers import DynamicCache
 
 import decantkv
-from decantkv import interface
-from decantkv.cache import EvictingLayer, cache_argument
-from decantkv.records import storage_bytes
+from decantkv.cache.evicting_cache import EvictingLayer, cache_argument
+from decantkv.cache.report import storage_bytes
+from decantkv.hf import attention_hook
 from tests import tiny
 from tests.judge import evicted_and_judged, logits_with
 
@@ -226,11 +226,11 @@ def test_attention_that_never_comes_is_refused():
     cache = decantkv.EvictingCache(model, budget=0.5)
     k = torch.zeros(1, 2, 20, 8)
     cache.update(k, k, 0)
-    with pytest.raises(interface.UnsupportedModelError, match="layer 0"):
+    with pytest.raises(attention_hook.UnsupportedModelError, match="layer 0"):
         cache.update(k, k, 1)
     cache.reset()
     cache.update(k, k, 0)
-    with pytest.raises(interface.UnsupportedModelError, match="layer 0"):
+    with pytest.raises(attention_hook.UnsupportedModelError, match="layer 0"):
         cache.update(k, k, 0)
 
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from decantkv import chunks
+from decantkv.hf import chunked_attention
 
 
 @pytest.mark.parametrize("length", [0, 1, 1023, 1024, 1025, 4096, 5000, 131072, 123456])
 def test_older_keys_are_cut_without_a_gap_into_few_sizes(length):
-    parts = chunks.older_parts(length)
+    parts = chunked_attention.older_parts(length)
     assert [start for start, _ in parts] == [0, *(stop for _, stop in parts)][: len(parts)]
     assert (parts[-1][1] if parts else 0) == length
     sizes = [stop - start for start, stop in parts]
-    assert all(size < chunks.LEAST_PART for size in sizes[-1:] if size & (size - 1))
-    assert all(size & (size - 1) == 0 and size >= chunks.LEAST_PART for size in sizes[:-1])
+    assert all(size < chunked_attention.LEAST_PART for size in sizes[-1:] if size & (size - 1))
+    assert all(size & (size - 1) == 0 and size >= chunked_attention.LEAST_PART for size in sizes[:-1])
     assert len(set(sizes)) == len(sizes)
 
 
@@ -51,11 +51,11 @@ def test_parts_joined_by_their_denominators_are_the_whole(monkeypatch):
             s = s.masked_fill(~torch.ones(s.shape[-2:], dtype=torch.bool).tril(), -torch.inf)
         return (s.softmax(-1) @ v.repeat_interleave(4, 1)).float(), s.logsumexp(-1).float()
 
-    monkeypatch.setattr(chunks, "LEAST_PART", 16)
-    monkeypatch.setattr(chunks, "cudnn", op)
-    monkeypatch.setattr(chunks, "flash", op)
+    monkeypatch.setattr(chunked_attention, "LEAST_PART", 16)
+    monkeypatch.setattr(chunked_attention, "cudnn", op)
+    monkeypatch.setattr(chunked_attention, "flash", op)
     q, k, v = tensors(20, 20 + 16 + 32 + 5, "cpu", torch.float64)
-    out, lse = chunks._in_parts(q, k, v, scale=0.2)
+    out, lse = chunked_attention._in_parts(q, k, v, scale=0.2)
     torch.testing.assert_close(out.double(), exact(q, k, v, 0.2), rtol=0, atol=1e-5)
     torch.testing.assert_close(lse.double(), exact_lse(q, k, 0.2), rtol=0, atol=1e-5)
 
@@ -65,8 +65,10 @@ def test_parts_joined_by_their_denominators_are_the_whole(monkeypatch):
 def test_on_a_gpu_a_chunk_attends_as_the_definition_says(new, kv_len):
     q, k, v = tensors(new, kv_len, "cuda", torch.bfloat16)
     if kv_len > new:
-        assert chunks._cudnn_attends(q, k[:, :, -new:], v[:, :, -new:], scale=0.2), "torch prefers another op here"
-    got, lse = chunks.attend_chunk_with_lse(q, k, v, held=[kv_len], scale=0.2)
+        assert chunked_attention._cudnn_attends(q, k[:, :, -new:], v[:, :, -new:], scale=0.2), (
+            "torch prefers another op here"
+        )
+    got, lse = chunked_attention.attend_chunk_with_lse(q, k, v, held=[kv_len], scale=0.2)
     torch.testing.assert_close(got.double(), exact(q, k, v, 0.2), rtol=0, atol=0.02)
     assert (lse is None) == (kv_len == new)
     if lse is not None:
@@ -81,7 +83,7 @@ def test_on_a_gpu_a_short_chunk_far_into_a_prompt_attends_as_the_definition_says
     shapes = ((1, 12, new, 128), (1, 2, kv_len, 128), (1, 2, kv_len, 128))
     q, k, v = (torch.randn(shape, generator=g, device="cuda").to(torch.bfloat16) for shape in shapes)
     q[..., 0] = k[:, :, kv_len // 3, 0] = 12.0  # one key far back is seen by all, among many that matter little
-    got = chunks.attend_chunk(q, k, v, held=[kv_len], scale=128**-0.5).double()
+    got = chunked_attention.attend_chunk(q, k, v, held=[kv_len], scale=128**-0.5).double()
     for rows in range(0, new, 128):
         here = slice(rows, rows + 128)
         seen = kv_len - new + min(rows + 128, new)

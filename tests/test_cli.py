@@ -15,9 +15,9 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import decantkv
+from decantkv.base.options import reason_of
 from decantkv.cli import main
-from decantkv.models import load
-from decantkv.options import reason_of
+from decantkv.hf.loading import load
 from tests import tiny
 
 
@@ -227,7 +227,7 @@ def test_plan_refuses_the_same(capsys, small):
 
 
 def test_transformers_bars_are_not_shown_and_stay_as_they_were(small):
-    code = f"from decantkv.models import load; load({str(small)!r})\n"
+    code = f"from decantkv.hf.loading import load; load({str(small)!r})\n"
     code += "from transformers.utils.logging import is_progress_bar_enabled; print(is_progress_bar_enabled())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("True\n", "")
@@ -235,7 +235,7 @@ def test_transformers_bars_are_not_shown_and_stay_as_they_were(small):
 
 def test_a_gguf_without_its_package_names_the_extra(capsys, text, monkeypatch):
     text.write_bytes(b"GGUF and so on")
-    monkeypatch.setattr("decantkv.models.find_spec", lambda name: None)
+    monkeypatch.setattr("decantkv.hf.loading.find_spec", lambda name: None)
     code, _, err = run(capsys, "generate", "--model", text, "--prompt-file", __file__)
     assert code == 2
     assert "[gguf]" in err

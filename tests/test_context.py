@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from transformers import Gemma3TextConfig, GPT2Config, LlamaConfig
 
-from decantkv.context import check_context, context_limit
+from decantkv.hf.context import check_context, context_limit
 
 OWN = {"max_position_embeddings": 4096}
 SCALED = [

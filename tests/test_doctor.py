@@ -14,9 +14,10 @@ import torch
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from decantkv import scoring, versions
+from decantkv import scoring
+from decantkv.base import versions
 from decantkv.cli import main
-from decantkv.doctor import GPU, TEST_TOOLS, Machine, examine, look
+from decantkv.lab.diagnosis import GPU, TEST_TOOLS, Machine, examine, look
 from decantkv.scoring.window import make_window
 
 PUBLIC = Version(torch.__version__).public
@@ -138,13 +139,13 @@ def test_as_tables_and_as_json(capsys):
 
 
 def test_the_seams_of_an_installed_vllm_are_shown(capsys, monkeypatch):
-    from decantkv import doctor
     from decantkv.engines.vllm.compat import TABLE
+    from decantkv.lab import diagnosis
 
     place = next(iter(TABLE["0.26"].places))
     packages = {**PACKAGES, "vllm": "0.26.0"}
     found = examine(dataclasses.replace(SERVER, packages=packages, vllm_gone=(place,)))
-    monkeypatch.setattr(doctor, "examine", lambda: found)
+    monkeypatch.setattr(diagnosis, "examine", lambda: found)
     monkeypatch.setenv("COLUMNS", "200")
     out = run(capsys, "doctor")
     assert "0.26 (here)" in out
@@ -153,16 +154,16 @@ def test_the_seams_of_an_installed_vllm_are_shown(capsys, monkeypatch):
 
 
 def test_a_broken_vllm_is_a_finding(monkeypatch):
-    from decantkv import doctor
     from decantkv.engines.vllm import compat
+    from decantkv.lab import diagnosis
 
     def broken(version):
         raise RuntimeError("no such op")
 
     monkeypatch.setattr(compat, "missing", broken)
-    assert doctor._vllm_gone("0.26.0") == ((), "RuntimeError: no such op")
-    assert doctor._vllm_gone("0.1.0") == ((), None)
-    assert doctor._vllm_gone(None) == ((), None)
+    assert diagnosis._vllm_gone("0.26.0") == ((), "RuntimeError: no such op")
+    assert diagnosis._vllm_gone("0.1.0") == ((), None)
+    assert diagnosis._vllm_gone(None) == ((), None)
 
 
 def test_it_runs_where_transformers_cannot_be_imported():

@@ -10,9 +10,9 @@ import transformers
 from transformers import DynamicCache
 
 import decantkv
-from decantkv.cache import EvictingLayer, cache_argument, is_full
-from decantkv.interface import UnsupportedModelError
-from decantkv.needs import decoder_of
+from decantkv.cache.evicting_cache import EvictingLayer, cache_argument, is_full
+from decantkv.hf.attention_hook import UnsupportedModelError
+from decantkv.hf.model_parts import decoder_of
 from tests import tiny
 from tests.families import at_least
 from tests.judge import logits_with

@@ -8,8 +8,8 @@ import transformers
 from transformers import DynamicCache
 
 import decantkv
-from decantkv import interface
-from decantkv.cache import EvictingLayer, cache_argument
+from decantkv.cache.evicting_cache import EvictingLayer, cache_argument
+from decantkv.hf import attention_hook
 from tests import tiny
 from tests.families import CASES, FAMILIES, REFUSED, at_least, build
 from tests.judge import evicted_and_judged, logits_with
@@ -69,7 +69,7 @@ def test_one_set_for_all_heads_where_heads_cannot_be_told_apart(family):
 
 @pytest.mark.parametrize("family", REFUSED)
 def test_a_family_that_an_older_transformers_writes_differently_is_refused_by_name(family):
-    with pytest.raises(interface.UnsupportedModelError, match=FAMILIES[family][1]):
+    with pytest.raises(attention_hook.UnsupportedModelError, match=FAMILIES[family][1]):
         decantkv.attach(build(family, "eager"), budget=0.5)
 
 
@@ -89,7 +89,7 @@ def test_a_model_without_a_full_attention_layer_is_refused():
 )
 def test_models_off_the_attention_interface_are_refused_by_name(config, model, options):
     made = getattr(transformers, model)(getattr(transformers, config)(vocab_size=50, n_layers=1, **options))
-    with pytest.raises(interface.UnsupportedModelError, match=model):
+    with pytest.raises(attention_hook.UnsupportedModelError, match=model):
         decantkv.attach(made, budget=0.5)
 
 
@@ -103,7 +103,10 @@ def test_relative_position_biases_are_refused_by_name(monkeypatch):
         "forward",
         lambda self, *args, **kwargs: original(self, *args, **{**kwargs, "position_bias": torch.zeros(1)}),
     )
-    with torch.no_grad(), pytest.raises(interface.UnsupportedModelError, match="LlamaAttention with relative position"):
+    with (
+        torch.no_grad(),
+        pytest.raises(attention_hook.UnsupportedModelError, match="LlamaAttention with relative position"),
+    ):
         model(tiny.prompt(30), **{cache_argument(model): decantkv.EvictingCache(model, budget=0.5)})
 
 
@@ -113,7 +116,7 @@ def test_relative_position_biases_are_refused_by_name(monkeypatch):
 )
 def test_versions_outside_the_range_are_refused_in_words(version, fine):
     if fine:
-        interface.check_version(version)
+        attention_hook.check_version(version)
     else:
         with pytest.raises(ImportError, match=r"transformers: expected a version from 4\.56 and below 6, got"):
-            interface.check_version(version)
+            attention_hook.check_version(version)

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import decantkv
-from decantkv import files
-from decantkv.cache import cache_argument
+from decantkv.cache import files
+from decantkv.cache.evicting_cache import cache_argument
 from tests import tiny
 from tests.judge import evicted_and_judged, logits_with
 
@@ -114,7 +114,7 @@ def test_a_waiting_prompt_and_a_foreign_method_are_not_saved(tmp_path):
 
     model, ids = tiny.llama(), tiny.prompt(60)
     cache = decantkv.EvictingCache(model, budget=0.2)
-    with torch.no_grad(), decantkv.cache.deferred(cache):
+    with torch.no_grad(), decantkv.cache.evicting_cache.deferred(cache):
         model(ids, **{cache_argument(model): cache})
         with pytest.raises(ValueError, match="read to its end"):
             cache.save(tmp_path / "c")

@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache
 
 import decantkv
-from decantkv.cache import cache_argument
+from decantkv.cache.evicting_cache import cache_argument
 from tests import tiny
 from tests.families import build
 from tests.judge import logits_with

@@ -12,7 +12,7 @@ from transformers.models.llama import modeling_llama
 from transformers.models.qwen3 import modeling_qwen3
 
 import decantkv
-from decantkv import fused, graphs
+from decantkv.decode import fused_ops, graphs
 from tests import tiny
 from tests.test_graphs import INPUTS, tape  # noqa: F401  (a fixture)
 
@@ -41,7 +41,7 @@ def turn(q, k, cos, sin):
 def test_a_norm_stands_in_where_it_is_the_same(norm, fits):
     part = norm(24)
     torch.nn.init.normal_(part.weight, generator=torch.Generator().manual_seed(0))
-    found = fused.standins(torch.nn.Sequential(part))
+    found = fused_ops.standins(torch.nn.Sequential(part))
     assert len(found) == fits
     if fits:
         x = torch.randn(2, 3, 24)
@@ -53,7 +53,7 @@ def test_a_norm_stands_in_where_it_is_the_same(norm, fits):
 )  # Cohere turns neighbours, not halves
 def test_a_rotation_stands_in_where_it_is_the_same(file, fits):
     original = file.apply_rotary_pos_emb
-    call = fused.standing_in(original, turn, CPU, WIDE)
+    call = fused_ops.standing_in(original, turn, CPU, WIDE)
     assert (call is not None) == fits
     if call is not None:
         q, k, angle = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 8), torch.rand(1, 5, 4).repeat(1, 1, 2)
@@ -72,7 +72,7 @@ def test_a_rotation_stands_in_where_it_is_the_same(file, fits):
 def test_everything_is_put_back_even_after_an_error():
     model = tiny.llama()
     norms = [part for part in model.modules() if type(part).__name__ == "LlamaRMSNorm"]
-    found = [*fused.standins(model), fused.Standin(vars(modeling_llama), "apply_rotary_pos_emb", turn)]
+    found = [*fused_ops.standins(model), fused_ops.Standin(vars(modeling_llama), "apply_rotary_pos_emb", turn)]
     assert len(found) == len(norms) + 1
     rotary = modeling_llama.apply_rotary_pos_emb
     with pytest.raises(KeyError):
@@ -82,7 +82,7 @@ def test_everything_is_put_back_even_after_an_error():
 
 
 def _fail_inside(found, norms):
-    with fused.in_place(found):
+    with fused_ops.in_place(found):
         assert modeling_llama.apply_rotary_pos_emb is turn
         assert all("forward" in vars(norm) for norm in norms)
         raise KeyError
@@ -91,12 +91,12 @@ def _fail_inside(found, norms):
 def test_a_norm_that_another_library_wrapped_is_left_alone():
     model = tiny.llama()
     model.model.norm.forward = model.model.norm.forward
-    assert len(fused.standins(model)) == 2 * len(model.model.layers)
+    assert len(fused_ops.standins(model)) == 2 * len(model.model.layers)
 
 
 def test_recorded_steps_use_them_and_plain_ones_do_not(tape, monkeypatch):  # noqa: F811
     used = []
-    monkeypatch.setattr(fused, "_rms_norm", lambda x, weight, eps: used.append(1) or _norm(x, weight, eps))
+    monkeypatch.setattr(fused_ops, "_rms_norm", lambda x, weight, eps: used.append(1) or _norm(x, weight, eps))
     model = tiny.llama()
     options = {"max_new_tokens": 8, **tiny.GREEDY}
     with decantkv.attach(model, budget=0.3, decode="model"):
@@ -111,8 +111,10 @@ def test_recorded_steps_use_them_and_plain_ones_do_not(tape, monkeypatch):  # no
 
 def test_a_stand_in_that_is_wrong_is_found_and_left(tape, monkeypatch):  # noqa: F811
     model = tiny.llama()
-    wrong = [fused.Standin(vars(model.model.norm), "forward", lambda x: 1.1 * _norm(x, model.model.norm.weight, 1e-6))]
-    monkeypatch.setattr(decantkv.integration, "standins", lambda model: wrong)
+    wrong = [
+        fused_ops.Standin(vars(model.model.norm), "forward", lambda x: 1.1 * _norm(x, model.model.norm.weight, 1e-6))
+    ]
+    monkeypatch.setattr(decantkv.attachment, "standins", lambda model: wrong)
     options = {"max_new_tokens": 10, **tiny.GREEDY}
     with decantkv.attach(model, budget=0.3, decode="model"):
         plain = model.generate(**INPUTS["one"], **options)
@@ -155,8 +157,8 @@ def kernels(monkeypatch):
         ),
         "step": SimpleNamespace(norm=_norm, rotate=turn),
     }
-    monkeypatch.setattr(fused, "kernels_run_on", lambda device: True)
-    monkeypatch.setattr(fused, "kernels_on", lambda device, name: modules[name])
+    monkeypatch.setattr(fused_ops, "kernels_run_on", lambda device: True)
+    monkeypatch.setattr(fused_ops, "kernels_on", lambda device, name: modules[name])
     return ran
 
 
@@ -168,10 +170,10 @@ def bare(inner=24, rows=40, dtype=torch.bfloat16, bias=True):
 @torch.no_grad()
 def test_a_linear_layer_stands_in_for_one_token(kernels):
     part = bare()
-    (found,) = fused.standins(torch.nn.Sequential(part))
+    (found,) = fused_ops.standins(torch.nn.Sequential(part))
     kernels.clear()
     x = torch.randn(1, 1, 24, dtype=torch.bfloat16)
-    with fused.in_place([found]):
+    with fused_ops.in_place([found]):
         torch.testing.assert_close(part(x), torch.nn.functional.linear(x, part.weight, part.bias))
     assert kernels == ["matvec"]
 
@@ -184,9 +186,9 @@ def test_a_linear_layer_stands_in_for_one_token(kernels):
 )
 def test_other_inputs_go_to_the_layer_itself(kernels, x):
     part = bare()
-    (found,) = fused.standins(torch.nn.Sequential(part))
+    (found,) = fused_ops.standins(torch.nn.Sequential(part))
     kernels.clear()
-    with fused.in_place([found]):
+    with fused_ops.in_place([found]):
         assert torch.equal(part(x), torch.nn.functional.linear(x, part.weight, part.bias))
         with pytest.raises(RuntimeError, match="dtype"):
             part(torch.randn(1, 24))
@@ -196,8 +198,8 @@ def test_other_inputs_go_to_the_layer_itself(kernels, x):
 @torch.no_grad()
 def test_autocast_keeps_its_own_dtype(kernels):
     part, x = bare(), torch.randn(1, 24, dtype=torch.bfloat16)
-    (found,) = fused.standins(torch.nn.Sequential(part))
-    with fused.in_place([found]), torch.autocast("cpu", torch.float16):
+    (found,) = fused_ops.standins(torch.nn.Sequential(part))
+    with fused_ops.in_place([found]), torch.autocast("cpu", torch.float16):
         assert part(x).dtype == torch.float16
 
 
@@ -228,17 +230,17 @@ class Own(torch.nn.Linear):
 def test_a_linear_layer_that_is_more_or_less_than_torchs_is_left_alone(kernels, change):
     part = bare()
     change(part)
-    assert not fused.standins(torch.nn.Sequential(part))
+    assert not fused_ops.standins(torch.nn.Sequential(part))
 
 
 def test_a_linear_layer_whose_kernel_is_wrong_is_left_alone(kernels, monkeypatch):
     wrong = SimpleNamespace(matvec=lambda x, weight, bias: 1.1 * _matvec(x, weight, bias), gated=_silu_times)
-    monkeypatch.setattr(fused, "kernels_on", lambda device, name: wrong)
-    assert not fused.standins(torch.nn.Sequential(bare()))
+    monkeypatch.setattr(fused_ops, "kernels_on", lambda device, name: wrong)
+    assert not fused_ops.standins(torch.nn.Sequential(bare()))
 
 
 def test_each_shape_is_tried_once(kernels):
-    found = fused.standins(torch.nn.Sequential(*[bare() for _ in range(5)], bare(bias=False), bare(rows=48)))
+    found = fused_ops.standins(torch.nn.Sequential(*[bare() for _ in range(5)], bare(bias=False), bare(rows=48)))
     assert len(found) == 7
     assert len(kernels) == 3
 
@@ -248,9 +250,9 @@ def test_a_gated_mlp_reads_gate_and_up_at_once(kernels):
     model = tiny.llama().bfloat16()
     mlp, x = model.model.layers[0].mlp, torch.randn(1, 1, 64, dtype=torch.bfloat16)
     plain, several = mlp(x), torch.randn(1, 3, 64, dtype=torch.bfloat16)
-    found = fused.standins(model)
+    found = fused_ops.standins(model)
     kernels.clear()
-    with fused.in_place(found):
+    with fused_ops.in_place(found):
         got = mlp(x)
         assert kernels == ["gated", "matvec"]  # down is a linear layer like others
         torch.testing.assert_close(got, plain, rtol=0.02, atol=0.02 * float(plain.abs().max()))
@@ -261,12 +263,12 @@ def test_a_gated_mlp_reads_gate_and_up_at_once(kernels):
 @torch.no_grad()
 def test_queries_keys_and_values_are_projected_at_once_whichever_is_asked_for_first(kernels):
     attention = qwen2().model.layers[0].self_attn  # with biases
-    found = fused.standins(torch.nn.Sequential(attention))
+    found = fused_ops.standins(torch.nn.Sequential(attention))
     x, other = (torch.randn(1, 1, 64, dtype=torch.bfloat16) for _ in range(2))
     parts = [attention.q_proj, attention.k_proj, attention.v_proj]
     expected = {id(part): [part(y) for y in (x, other)] for part in parts}
     kernels.clear()
-    with fused.in_place(found):
+    with fused_ops.in_place(found):
         for part in reversed(parts):
             torch.testing.assert_close(part(x), expected[id(part)][0])
         assert kernels == ["three"]
@@ -290,7 +292,7 @@ def qwen2():
 def test_projections_that_differ_in_more_than_rows_are_left_to_themselves(kernels, change):
     attention = qwen2().model.layers[0].self_attn
     change(attention)
-    found = fused.standins(torch.nn.Sequential(attention))
+    found = fused_ops.standins(torch.nn.Sequential(attention))
     assert "three" not in kernels
     homes = [x.home for x in found]
     assert any(home is vars(attention.o_proj) for home in homes)  # each that fits still stands for itself
@@ -318,10 +320,10 @@ class Halved(modeling_llama.LlamaMLP):
 )
 def test_an_mlp_that_is_more_or_less_than_that_is_left_alone(kernels, change):
     mlp = tiny.llama().bfloat16().model.layers[0].mlp
-    every = [x.home for x in fused.standins(torch.nn.Sequential(mlp))]
+    every = [x.home for x in fused_ops.standins(torch.nn.Sequential(mlp))]
     assert any(home is vars(mlp) for home in every)
     change(mlp)
-    assert not any(x.home is vars(mlp) for x in fused.standins(torch.nn.Sequential(mlp)))
+    assert not any(x.home is vars(mlp) for x in fused_ops.standins(torch.nn.Sequential(mlp)))
 
 
 @torch.no_grad()
@@ -330,10 +332,10 @@ def test_a_whole_step_is_the_models_own(kernels):
     ids = torch.tensor([[5]])
     plain = model(ids).logits
     state = torch.get_rng_state()
-    found = fused.standins(model)
+    found = fused_ops.standins(model)
     assert torch.equal(torch.get_rng_state(), state)  # what a user samples stays the same
     kernels.clear()
-    with fused.in_place(found):
+    with fused_ops.in_place(found):
         got = model(ids).logits
     layers = len(model.model.layers)
     counts = [kernels.count(name) for name in ("three", "gated", "matvec")]
@@ -354,9 +356,9 @@ def test_a_step_on_a_gpu_reads_its_weights_by_the_kernels(dtype, monkeypatch):
     for name in ("matvec", "gated", "three"):
         original = getattr(matvec, name)
         monkeypatch.setattr(matvec, name, lambda *args, n=name, call=original: ran.append(n) or call(*args))
-    found = fused.standins(model)
+    found = fused_ops.standins(model)
     ran.clear()
-    with fused.in_place(found):
+    with fused_ops.in_place(found):
         got = model(ids).logits
     layers = len(model.model.layers)
     assert [ran.count(name) for name in ("three", "gated", "matvec")] == [layers, layers, 2 * layers + 1]

@@ -10,8 +10,8 @@ import torch
 from transformers import TextIteratorStreamer
 
 import decantkv
-from decantkv.cache import cache_argument, deferred
-from decantkv.interface import UnsupportedModelError
+from decantkv.cache.evicting_cache import cache_argument, deferred
+from decantkv.hf.attention_hook import UnsupportedModelError
 from tests import tiny
 from tests.families import at_least
 from tests.judge import evicted_and_judged, hiding, kept_masks, logits_with

@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import decantkv
-from decantkv.cache import cache_argument
+from decantkv.cache.evicting_cache import cache_argument
 from tests import tiny
 from tests.judge import logits_with
 

@@ -9,7 +9,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import decantkv
-from decantkv.cache import EvictingLayer, cache_argument
+from decantkv.cache.evicting_cache import EvictingLayer, cache_argument
 from tests import tiny
 from tests.judge import evicted_and_judged, kept_masks, logits_with
 

@@ -14,9 +14,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import decantkv
-from decantkv import graphs, ragged
-from decantkv.cache import EvictingCache, cache_argument
-from decantkv.ragged_layers import RaggedLayer
+from decantkv.cache.evicting_cache import EvictingCache, cache_argument
+from decantkv.cache.ragged_layer import RaggedLayer
+from decantkv.cache.stores import ragged
+from decantkv.decode import graphs
 from tests import tiny
 from tests.families import build
 

@@ -10,8 +10,8 @@ import transformers
 from torch import nn
 
 import decantkv
-from decantkv.cache import cache_argument, layer_devices
-from decantkv.needs import output_projection
+from decantkv.cache.evicting_cache import cache_argument, layer_devices
+from decantkv.hf.model_parts import output_projection
 from tests import tiny
 from tests.families import build
 
@@ -29,7 +29,10 @@ def read(model, ids=IDS, **options):
 def go_on(model, cache, ids, **options):
     with torch.no_grad():
         return model(
-            ids, **{cache_argument(decantkv.cache.checked_model(model)): cache}, use_cache=True, **options
+            ids,
+            **{cache_argument(decantkv.cache.evicting_cache.checked_model(model)): cache},
+            use_cache=True,
+            **options,
         ).logits
 
 
@@ -124,7 +127,7 @@ def test_a_file_of_a_model_changed_by_hand_is_refused(tmp_path, change):
 
 @pytest.mark.parametrize("values", [(3.0, 7.0), (1.0, -1.0)])
 def test_elements_that_change_places_are_found(values):
-    from decantkv.identity import _digest
+    from decantkv.cache.identity import _digest
 
     weight = torch.arange(40000, dtype=torch.float32).view(100, 400)
     swapped = weight.clone()
@@ -167,7 +170,7 @@ def test_frequencies_that_follow_the_last_length_refuse_no_file(tmp_path, kind):
 
 
 def test_a_file_that_says_weights_alone_is_refused_with_the_way_out(tmp_path, monkeypatch):
-    from decantkv import identity
+    from decantkv.cache import identity
 
     model = tiny.llama()
     monkeypatch.setattr(identity, "describe", lambda model: "f" * 64)

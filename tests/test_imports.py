@@ -143,7 +143,7 @@ def test_importing_patches_nothing():
         "functions = modeling_utils.ALL_ATTENTION_FUNCTIONS._global_mapping\n"
         "def now(): return dict(functions), llama.eager_attention_forward\n"
         "before = now()\n"
-        "import decantkv.cache, decantkv.integration, decantkv.observation\n"
+        "import decantkv.cache.evicting_cache, decantkv.attachment, decantkv.cache.watching\n"
         "print(before == now())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

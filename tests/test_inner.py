@@ -9,8 +9,8 @@ import torch
 from transformers import cache_utils
 
 import decantkv
-from decantkv import layers
-from decantkv.cache import cache_argument
+from decantkv.cache import layer
+from decantkv.cache.evicting_cache import cache_argument
 from tests import tiny
 from tests.judge import evicted_and_judged, logits_with
 
@@ -51,7 +51,7 @@ def test_fp8_is_eviction_and_then_quantisation():
 
 @fp8
 def test_larger_elements_than_the_prompts_are_clipped_not_nan():
-    from decantkv.inner import Fp8Store
+    from decantkv.cache.stores.inner import Fp8Store
 
     store = Fp8Store(torch.ones(1, 1, 3, 4), torch.ones(1, 1, 3, 4))
     keys, values = store.update(torch.full((1, 1, 1, 4), 50.0), torch.full((1, 1, 1, 4), -50.0))
@@ -96,7 +96,7 @@ def test_a_full_static_layer_says_so():
 
 
 def test_a_static_layer_has_room_for_all_that_was_announced(monkeypatch):
-    monkeypatch.setattr(layers, "RESERVE", 150)
+    monkeypatch.setattr(layer, "RESERVE", 150)
     model = tiny.llama()
     answers = []
     for store in ("static", "plain"):

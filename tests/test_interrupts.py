@@ -14,8 +14,9 @@ from transformers import cache_utils, modeling_utils
 from transformers.models.llama import modeling_llama
 
 import decantkv
-from decantkv import integration, interface
-from decantkv.cache import EvictingCache, cache_argument
+from decantkv import attachment
+from decantkv.cache.evicting_cache import EvictingCache, cache_argument
+from decantkv.hf import attention_hook
 from tests import tiny
 from tests.families import build
 from tests.interrupts import interrupted
@@ -49,7 +50,7 @@ def test_no_later_forward_is_answered_by_a_cache_whose_forward_was_interrupted(n
             model(more, **mask, **{argument: cache})
 
         for _ in interrupted(turn, 70, ("/transformers/models/",), keep=True):
-            waited += interface.pending() is not None
+            waited += attention_hook.pending() is not None
             again = [model(**x, use_cache=False).logits for x in (inputs, {"input_ids": more})]
             assert all(torch.equal(x, y) for x, y in zip(again, plain, strict=True))
     assert waited, "no interrupt came between update and attention"
@@ -65,7 +66,7 @@ def test_what_update_raises_leaves_no_layer_waiting():
             model(one, **{argument: cache})
         with pytest.raises(ValueError, match="store: expected at most"):
             model(one, **{argument: cache})
-        assert interface.pending() is None
+        assert attention_hook.pending() is None
         lengths = {layer.get_seq_length() for layer in cache.layers}
         assert lengths == {cache.layers[0].stored + 15}, "the token that did not fit is counted nowhere"
 
@@ -80,7 +81,7 @@ def test_a_step_that_was_interrupted_before_its_attention_is_taken_back_whole():
         once = model(one, **{argument: cache}).logits
         cache.crop(30)
         cache.layers[0].update(torch.zeros(1, 2, 1, 8), torch.zeros(1, 2, 1, 8))
-        with pytest.raises(interface.UnsupportedModelError, match="make a new cache or reset"):
+        with pytest.raises(attention_hook.UnsupportedModelError, match="make a new cache or reset"):
             model(one, **{argument: cache})
         cache.crop(30)
         assert torch.equal(model(one, **{argument: cache}).logits, once)
@@ -90,11 +91,11 @@ def test_a_waiting_layer_keeps_nothing_alive():
     model = tiny.llama()
     cache = EvictingCache(model, budget=0.5, window=4)
     cache.layers[0].update(torch.zeros(1, 2, 9, 8), torch.zeros(1, 2, 9, 8))
-    assert interface.pending() is cache.layers[0]
+    assert attention_hook.pending() is cache.layers[0]
     del cache
     gc.collect()
-    assert interface.pending() is None
-    assert not interface._patches
+    assert attention_hook.pending() is None
+    assert not attention_hook._patches
 
 
 @pytest.mark.parametrize("settings", [{"decode": "own"}, {"decode": "model"}, {"allocation": "ada"}], ids=str)
@@ -149,9 +150,9 @@ def test_an_interrupt_anywhere_leaves_the_model_as_it_was(settings, number):
         interrupts += stopped
         gc.collect()
         assert footprint(model) == before
-        assert model not in integration._attached
-        assert not interface._patches
-        assert interface.pending() is None
+        assert model not in attachment._attached
+        assert not attention_hook._patches
+        assert attention_hook.pending() is None
     assert interrupts > 5
     assert torch.equal(model.generate(ids, **options), plain)
     once()
@@ -271,7 +272,7 @@ def test_a_run_whose_caller_dropped_it_goes_on_unless_its_context_began():
     decantkv.attach(model, budget=0.3, window=4)
     gc.collect()
     assert model.generate(ids, return_dict_in_generate=True, **options)[cache_argument(model)].layers[0].stored == 13
-    [run] = [ref() for ref in integration._attached[model].runs]
+    [run] = [ref() for ref in attachment._attached[model].runs]
     run.__enter__()
     del run
     gc.collect()

@@ -9,8 +9,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import decantkv
-from decantkv.cache import cache_argument
-from decantkv.lse import attend_with_lse
+from decantkv.cache.evicting_cache import cache_argument
+from decantkv.hf.sdpa import attend_with_lse
 from decantkv.scoring import compute, reference
 from decantkv.scoring.window import make_window
 from tests import tiny

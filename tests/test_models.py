@@ -11,8 +11,8 @@ import torch
 import transformers
 
 import decantkv
-import decantkv.models
-from decantkv.models import cache_folder, convert_gguf
+import decantkv.hf.loading
+from decantkv.hf.loading import cache_folder, convert_gguf
 from tests import tiny
 from tests.judge import evicted_and_judged
 
@@ -32,7 +32,7 @@ def test_a_gguf_is_converted_once(model_path, demo_model, monkeypatch):
 
 @pytest.mark.model
 def test_two_processes_that_convert_at_once_share_one_folder(model_path, tmp_path):
-    code = "import sys; from decantkv.models import convert_gguf; print(convert_gguf(sys.argv[1]))"
+    code = "import sys; from decantkv.hf.loading import convert_gguf; print(convert_gguf(sys.argv[1]))"
     environment = {**os.environ, "DECANTKV_CACHE": str(tmp_path)}
     command = [sys.executable, "-c", code, str(model_path)]
     runs = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
@@ -54,7 +54,7 @@ def test_real_activations_equal_to_a_full_cache_whose_dropped_tokens_are_hidden(
 
 @pytest.mark.model
 def test_implementations_keep_the_same_tokens_on_real_activations(demo_model):
-    from decantkv.observation import ObservingCache
+    from decantkv.cache.watching import ObservingCache
     from decantkv.settings import Settings
 
     model, tokenizer = demo_model
@@ -70,7 +70,7 @@ def test_implementations_keep_the_same_tokens_on_real_activations(demo_model):
         overlap.append((best & tiled).sum() / best.sum())
 
     with torch.no_grad():
-        model(ids, **{decantkv.cache.cache_argument(model): ObservingCache(model, compare, rows=8)})
+        model(ids, **{decantkv.cache.evicting_cache.cache_argument(model): ObservingCache(model, compare, rows=8)})
     assert len(overlap) == 30
     assert min(overlap) > 0.99
 
@@ -111,9 +111,9 @@ def renamed(tensors):
     ids=["missing", "renamed", "left over", "another shape"],
 )
 def test_checkpoints_that_are_not_whole_are_refused(tmp_path, change, reason):
-    decantkv.models.load(folder_of(tiny.llama(), tmp_path / "whole"))
+    decantkv.hf.loading.load(folder_of(tiny.llama(), tmp_path / "whole"))
     with pytest.raises(ValueError, match=f"model: expected .*({reason})") as error:
-        decantkv.models.load(folder_of(tiny.llama(), tmp_path / "other", change))
+        decantkv.hf.loading.load(folder_of(tiny.llama(), tmp_path / "other", change))
     assert "\n" not in str(error.value)
 
 
@@ -128,7 +128,7 @@ def test_damaged_folders_give_one_line(tmp_path, damage):
     else:
         (path / "config.json").write_text("{" if damage == "config" else "[" * 100_000)
     with pytest.raises(ValueError, match="model: expected a model id, a model folder") as error:
-        decantkv.models.load(path)
+        decantkv.hf.loading.load(path)
     assert "\n" not in str(error.value)
 
 
@@ -194,6 +194,6 @@ def test_gguf_files_that_are_not_whole_leave_no_trace(tmp_path, monkeypatch):
     ]
     for file in files:
         with pytest.raises(ValueError, match=f"^model: expected .*{file.name}") as error:
-            decantkv.models.load(file)
+            decantkv.hf.loading.load(file)
         assert "\n" not in str(error.value)
     assert sorted(p.name for p in folder.parent.iterdir()) == before

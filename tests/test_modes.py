@@ -10,7 +10,7 @@ import transformers
 from transformers import DynamicCache, cache_utils
 
 import decantkv
-from decantkv.cache import cache_argument
+from decantkv.cache.evicting_cache import cache_argument
 from tests import tiny
 from tests.judge import logits_with
 
@@ -57,7 +57,7 @@ def test_a_prompt_in_chunks_may_leave_inference_mode_half_way():
     said = []
     for mode in (torch.inference_mode, torch.no_grad):
         cache = decantkv.EvictingCache(model, budget=0.3, prefill_chunk=30, max_kv_tokens=40, decode="own")
-        with torch.no_grad(), decantkv.cache.deferred(cache):
+        with torch.no_grad(), decantkv.cache.evicting_cache.deferred(cache):
             for i, chunk in enumerate(tiny.prompt(100).split(30, 1)):
                 with mode() if i < 2 else nullcontext():
                     position = torch.arange(30 * i, 30 * i + chunk.shape[1])[None]

@@ -9,9 +9,9 @@ import torch
 import transformers
 
 import decantkv
-from decantkv.cache import cache_argument
-from decantkv.chunks import attend_chunk
-from decantkv.masks import hide_filler
+from decantkv.cache.evicting_cache import cache_argument
+from decantkv.hf.chunked_attention import attend_chunk
+from decantkv.hf.masks import hide_filler
 from tests import tiny
 from tests.families import at_least, build
 from tests.judge import evicted_and_judged, logits_with
@@ -148,11 +148,11 @@ def in_parts(model, cache, ids, masks):
     """Logits of the last token of each part of a prompt, then of turns, every one with its own 4-D mask."""
     said, start, name = [], 0, cache_argument(model)
     ours = isinstance(cache, decantkv.EvictingCache)
-    with torch.no_grad(), decantkv.cache.deferred(cache) if ours else nullcontext():
+    with torch.no_grad(), decantkv.cache.evicting_cache.deferred(cache) if ours else nullcontext():
         for mask in masks:
             new = mask.shape[2]
             if start == 120 and ours:
-                decantkv.cache.decide(cache)
+                decantkv.cache.evicting_cache.decide(cache)
             place = torch.arange(start, start + new)[None].expand(len(ids), -1)
             out = model(ids[:, start : start + new], attention_mask=mask, position_ids=place, **{name: cache})
             said.append(out.logits[:, -1])

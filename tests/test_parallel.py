@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 import decantkv
-from decantkv.selection import select
+from decantkv.selection.selector import select
 from tests import tiny
 from tests.judge import logits_with
 from tests.ranks import ALONE, LAYERS, PROMPTS, TOGETHER, read, selections

@@ -11,7 +11,7 @@ from transformers import AutoConfig, DynamicCache, Gemma3TextConfig, LlamaConfig
 
 import decantkv
 from decantkv.cli import main
-from decantkv.planning import parse_memory, plan
+from decantkv.lab.sizing import parse_memory, plan
 from tests import tiny
 from tests.families import at_least, build
 from tests.judge import logits_with

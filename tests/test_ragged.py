@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decantkv import ragged
-from decantkv.ragged import ROOM, RaggedStore
-from decantkv.records import storage_bytes
-from decantkv.selection import select
+from decantkv.cache.report import storage_bytes
+from decantkv.cache.stores import ragged
+from decantkv.cache.stores.ragged import ROOM, RaggedStore
+from decantkv.selection.selector import select
 
 B, H, N, D, DV, G = 2, 3, 40, 8, 6, 2
 

@@ -10,11 +10,11 @@ import torch
 from transformers import DynamicCache
 
 import decantkv
-from decantkv.allocation import Ada
-from decantkv.cache import cache_argument
-from decantkv.ragged import ROOM
-from decantkv.ragged_layers import LayerContest, RaggedLayer
-from decantkv.selection import order
+from decantkv.cache.evicting_cache import cache_argument
+from decantkv.cache.ragged_layer import LayerContest, RaggedLayer
+from decantkv.cache.stores.ragged import ROOM
+from decantkv.selection.allocation import Ada
+from decantkv.selection.selector import order
 from tests import tiny
 from tests.judge import evicted_and_judged, hiding, kept_masks, logits_with
 

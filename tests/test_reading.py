@@ -11,8 +11,8 @@ import transformers
 from transformers import GenerationMixin
 
 import decantkv
-from decantkv import reading
-from decantkv.cache import cache_argument
+from decantkv.cache import chunked_reading
+from decantkv.cache.evicting_cache import cache_argument
 from tests import tiny
 from tests.families import at_least
 
@@ -123,7 +123,7 @@ def blip2():
 
 def test_a_model_whose_part_generates_is_followed_there():
     model = blip2()
-    assert reading.generating_parts(model) == [model, model.language_model]
+    assert chunked_reading.generating_parts(model) == [model, model.language_model]
     ids = torch.cat([torch.full((1, 8), 190), torch.randint(3, 180, (1, 80))], 1)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": torch.randn(1, 3, 16, 16)}
     options = {**inputs, "max_new_tokens": 4, "min_new_tokens": 4, **tiny.GREEDY}

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import decantkv
-from decantkv import records, weighing
-from decantkv.cache import cache_argument
+from decantkv.cache import memory, report
+from decantkv.cache.evicting_cache import cache_argument
 from tests import tiny
 
 SETTINGS = {
@@ -48,14 +48,14 @@ def live_bytes(*_):
     """An allocator's count: distinct storages of all tensors alive."""
     gc.collect()
     found = [x for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter)]
-    return records.storage_bytes(found)
+    return report.storage_bytes(found)
 
 
 @pytest.fixture
 def counted(monkeypatch):
     """An allocator that counts on the CPU."""
     monkeypatch.setattr(torch.cuda, "memory_allocated", live_bytes)
-    monkeypatch.setattr(weighing, "_counting_devices", lambda module: {torch.device("cpu")})
+    monkeypatch.setattr(memory, "_counting_devices", lambda module: {torch.device("cpu")})
 
 
 @pytest.mark.parametrize("name", ["uniform", "heads differ", "capped"])
@@ -82,7 +82,9 @@ def test_layers_that_do_not_evict_are_left_out(counted):
     report, cache = prompt_read(model, {"input_ids": tiny.prompt(120)})
     assert report.left_alone > 0
     evicting = sum(
-        layer.tensors()[0].nbytes * 2 for layer in cache.layers if isinstance(layer, decantkv.cache.PromptLayer)
+        layer.tensors()[0].nbytes * 2
+        for layer in cache.layers
+        if isinstance(layer, decantkv.cache.evicting_cache.PromptLayer)
     )
     assert evicting <= report.memory.after <= evicting + 120 * 8 * 8
 
@@ -174,7 +176,7 @@ def test_small_budgets_are_noted(budget, note):
     ("seconds", "text"), [(0.0324, "32.4 ms"), (0.9999, "1 s"), (1.5, "1.5 s"), (14.0, "14 s"), (1400.0, "1,400 s")]
 )
 def test_seconds_for_a_reader(seconds, text):
-    assert records.format_seconds(seconds) == text
+    assert report.format_seconds(seconds) == text
 
 
 def test_rounds_count_as_scoring_selection_and_compaction():
@@ -245,17 +247,17 @@ class Event:
 
 
 def test_long_runs_add_their_spans_up_without_waiting():
-    watch = records.Stopwatch()
+    watch = report.Stopwatch()
     spans = watch._spans["scoring"] = []
     late = Event(4000.0, reached=False)
-    spans += [(Event(float(i)), Event(i + 0.5)) for i in range(records.SPANS)] + [(Event(3000.0), late)]
-    records._add_up(spans)
+    spans += [(Event(float(i)), Event(i + 0.5)) for i in range(report.SPANS)] + [(Event(3000.0), late)]
+    report._add_up(spans)
     assert len(spans) == 2
     assert not late.reached
-    assert watch.seconds("scoring") == pytest.approx(records.SPANS * 0.5 + 1000)
-    for _ in range(3 * records.SPANS):
+    assert watch.seconds("scoring") == pytest.approx(report.SPANS * 0.5 + 1000)
+    for _ in range(3 * report.SPANS):
         watch.start("selection", torch.device("cpu"))()
-    assert len(watch._spans["selection"]) <= records.SPANS + 1
+    assert len(watch._spans["selection"]) <= report.SPANS + 1
     assert watch.seconds("selection") > 0
 
 
@@ -272,7 +274,7 @@ def test_on_a_gpu_the_allocator_is_asked():
 
 @pytest.mark.gpu
 def test_counts_of_prompts_long_past_are_on_the_host(monkeypatch):
-    monkeypatch.setattr(records, "SPANS", 6)
+    monkeypatch.setattr(report, "SPANS", 6)
     model = tiny.llama(head_dim=64).to("cuda", torch.bfloat16)
     with decantkv.attach(model, budget=0.3, allocation="ada") as run, torch.no_grad():
         for _ in range(7):
@@ -293,7 +295,7 @@ def test_a_long_run_keeps_its_newest_records_and_counts_all(monkeypatch):
         return run.report()
 
     whole = report()
-    monkeypatch.setattr(records, "RECORDS", 4)
+    monkeypatch.setattr(report, "RECORDS", 4)
     short = report()
     assert len(whole.layers) == 15
     assert list(short.layers) == list(whole.layers)[-4:]
@@ -311,7 +313,7 @@ def test_a_long_run_keeps_its_newest_records_and_counts_all(monkeypatch):
 
 
 def test_threads_lose_no_counts():
-    recorder, before = records.Recorder("dropkv", "0.1"), sys.getswitchinterval()
+    recorder, before = report.Recorder("dropkv", "0.1"), sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
         with ThreadPoolExecutor(4) as pool:

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import decantkv
+from decantkv.lab.theory import oracle
 from decantkv.methods import resolve
 from decantkv.scoring import compute, reference, scratch, tiled
 from decantkv.scoring.window import make_window
-from decantkv.theory import oracle
 
 IMPLS = ["reference", "torch"]
 

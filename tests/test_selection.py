@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import decantkv
-from decantkv.cache import cache_argument
+from decantkv.cache.evicting_cache import cache_argument
 from decantkv.scoring.window import make_window
-from decantkv.selection import FILLER, pool_scores
+from decantkv.selection.selector import FILLER, pool_scores
 from decantkv.settings import Settings
 from tests import tiny
 
@@ -115,7 +115,7 @@ def test_scores_that_overflow_an_average_keep_their_order():
 
 
 def test_a_layer_of_nan_still_shares_one_budget_over_layers():
-    from decantkv.selection import order
+    from decantkv.selection.selector import order
 
     made = order(torch.full((1, 2, 12), float("nan")), n_keep=6, window=2, sinks=1, allocation="layer")
     assert made.priority.isinf().sum() == 6  # what is protected; the other shares are finite

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import decantkv
-from decantkv.cache import cache_argument
-from decantkv.files import settings_as_dict, settings_from_dict
+from decantkv.cache.evicting_cache import cache_argument
+from decantkv.cache.files import settings_as_dict, settings_from_dict
 from decantkv.methods import ExpectedAttention
 from decantkv.settings import Settings
 from tests import tiny

@@ -12,8 +12,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import decantkv
-from decantkv import ragged
-from decantkv.cache import cache_argument
+from decantkv.cache.evicting_cache import cache_argument
+from decantkv.cache.stores import ragged
 from tests import tiny
 from tests.families import at_least
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import decantkv
-from decantkv.cache import cache_argument
-from decantkv.ragged import RaggedStore
-from decantkv.selection import FILLER, Kept
+from decantkv.cache.evicting_cache import cache_argument
+from decantkv.cache.stores.ragged import RaggedStore
+from decantkv.selection.selector import FILLER, Kept
 from tests import tiny
 from tests.families import build
 from tests.judge import logits_with
@@ -169,7 +169,7 @@ def test_a_crop_that_a_sliding_layer_refuses_leaves_the_others_alone():
 def test_a_prompt_that_still_comes_in_chunks_cannot_be_cropped():
     model = tiny.llama()
     cache = decantkv.EvictingCache(model, budget=0.5)
-    with torch.no_grad(), decantkv.cache.deferred(cache):
+    with torch.no_grad(), decantkv.cache.evicting_cache.deferred(cache):
         model(PROMPTS[0], **{cache_argument(model): cache})
         with pytest.raises(ValueError, match="crop: expected a prompt that was read to its end"):
             cache.crop(-3)

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import decantkv
-from decantkv.cache import checked_model
-from decantkv.observation import ObservingCache
+from decantkv.cache.evicting_cache import checked_model
+from decantkv.cache.watching import ObservingCache
 from tests import tiny
 
 IDS = tiny.prompt(60)

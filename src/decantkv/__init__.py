@@ -7,10 +7,9 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from decantkv.allocation import Ada, AdaKvpress, Pyramid
     from decantkv.api import score
-    from decantkv.cache import EvictingCache, cache_argument
-    from decantkv.integration import Run, attach
+    from decantkv.attachment import Run, attach
+    from decantkv.cache.evicting_cache import EvictingCache, cache_argument
     from decantkv.methods import (
         CAOTE,
         H2O,
@@ -32,7 +31,8 @@ if TYPE_CHECKING:
         SnapKV,
         Streaming,
     )
-    from decantkv.selection import Kept, select
+    from decantkv.selection.allocation import Ada, AdaKvpress, Pyramid
+    from decantkv.selection.selector import Kept, select
 
 __version__ = "0.1.0"
 

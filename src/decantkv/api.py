@@ -7,8 +7,8 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
+from decantkv.base.options import Impl, expect_choice
 from decantkv.methods import Method, resolve
-from decantkv.options import Impl, expect_choice
 from decantkv.scoring.window import Rotate, make_window
 
 

@@ -11,13 +11,13 @@ from typing import Any, Self, get_args
 import torch
 from torch import Tensor
 
-from decantkv.allocation import UNIFORM, AllocationRule, resolve_allocation
-from decantkv.budget import Budget, count, fixed_spans
+from decantkv.base.options import Allocation, Impl, Span, expect_choice, expect_int, expect_spans
 from decantkv.methods import Method, resolve
-from decantkv.options import Allocation, Impl, Span, expect_choice, expect_int, expect_spans
-from decantkv.peers import Peers
 from decantkv.scoring.window import AttentionWindow
-from decantkv.selection import Kept, Order, order, select
+from decantkv.selection.allocation import UNIFORM, AllocationRule, resolve_allocation
+from decantkv.selection.budget import Budget, count, fixed_spans
+from decantkv.selection.selector import Kept, Order, order, select
+from decantkv.selection.tensor_parallel import Peers
 
 
 @dataclass(frozen=True)

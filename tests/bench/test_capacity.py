@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from decantkv.bench import capacity
+from decantkv.lab.bench import capacity
 from tests.bench.test_generation import command, made
 
 

@@ -10,13 +10,13 @@ import torch
 from transformers import DynamicCache
 
 import decantkv
-from decantkv.bench import generation
-from decantkv.bench.cap_cost import answer_loss
-from decantkv.bench.cases import collect, run
-from decantkv.buffers import ROOM
-from decantkv.cache import cache_argument
-from decantkv.circumstances import device_name
+from decantkv.cache.evicting_cache import cache_argument
+from decantkv.cache.stores.dense import ROOM
 from decantkv.cli import main
+from decantkv.lab.bench import generation
+from decantkv.lab.bench.cap_cost import answer_loss
+from decantkv.lab.bench.cases import collect, run
+from decantkv.lab.provenance import device_name
 from decantkv.methods import METHODS
 from tests import tiny
 

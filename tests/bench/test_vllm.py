@@ -11,8 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from decantkv.bench.vllm import Load, expected_seconds
-from decantkv.bench.vllm_engine import Step, holding, summary, watching
+from decantkv.lab.bench.vllm import Load, expected_seconds
+from decantkv.lab.bench.vllm_engine import Step, holding, summary, watching
 
 LOAD = Load("llama-3.1-8b", length=32768, tokens=192, requests=8, together=4, pool=49152)
 
@@ -51,7 +51,7 @@ def test_steps_are_noted_when_their_results_come():
 def test_nobody_is_timed_while_another_starts(tmp_path):
     path = str(tmp_path / "lock")
     other = (
-        "import fcntl, sys; from decantkv.bench.vllm_engine import holding\n"
+        "import fcntl, sys; from decantkv.lab.bench.vllm_engine import holding\n"
         "with holding(sys.argv[1], fcntl.LOCK_SH): print('in', flush=True); sys.stdin.readline()"
     )
     process = subprocess.Popen(
@@ -88,7 +88,7 @@ def test_what_it_costs_is_told_beforehand():
 def test_without_vllm_it_says_so():
     from typer.testing import CliRunner
 
-    from decantkv.bench.cli import app
+    from decantkv.lab.bench.cli import app
 
     result = CliRunner().invoke(app, ["vllm", "--shape", "tiny"])
     assert str(result.exception) == "vllm: expected it installed (pip install 'decantkv[vllm]'), got none"

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from decantkv.bench.vllm_engine import holding
+from decantkv.lab.bench.vllm_engine import holding
 
 
 def test_it_is_let_go_though_a_process_forked_under_it_lives(tmp_path):

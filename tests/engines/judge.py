@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
+from decantkv.cache.watching import ObservingCache
 from decantkv.engines.blocks import BlockSettings, Plan
-from decantkv.observation import ObservingCache
 from decantkv.scoring.window import AttentionWindow, make_window
 
 # how far (relative, of a layer's norm) what an engine scores may lie from transformers' float32: bfloat16 on a CPU

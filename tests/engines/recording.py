@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decantkv.engines.vllm.paged import gather_paged
+from decantkv.engines.common.paged import gather_paged
 
 
 @contextmanager

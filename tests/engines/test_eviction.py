@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from decantkv.engines.blocks import BlockSettings
+from decantkv.engines.common.plan import Plans
+from decantkv.engines.common.steps import read_step
 from decantkv.engines.vllm.batch import Batch
 from decantkv.engines.vllm.eviction import Heads, choose, evict_paged
-from decantkv.engines.vllm.plan import Plans
-from decantkv.engines.vllm.steps import read_step
 from decantkv.settings import Settings
 
 BLOCK, HEADS, GROUP, WIDTH = 16, 2, 3, 8

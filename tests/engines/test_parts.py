@@ -13,13 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decantkv.engines.blocks import BlockSettings
-from decantkv.engines.vllm import asked, compat, refusals
+from decantkv.engines.common import asked
+from decantkv.engines.common.plan import Plans, plan
+from decantkv.engines.common.steps import end_of_chunk, read_step
+from decantkv.engines.common.tables import ShiftedTables
+from decantkv.engines.common.windows import Windows
+from decantkv.engines.vllm import compat, refusals
 from decantkv.engines.vllm.batch import Batch, current, told, watch
 from decantkv.engines.vllm.counters import Counters
-from decantkv.engines.vllm.plan import Plans, plan
-from decantkv.engines.vllm.steps import end_of_chunk, read_step
-from decantkv.engines.vllm.tables import ShiftedTables
-from decantkv.engines.vllm.windows import Windows
 from decantkv.settings import Settings
 
 BLOCKS = BlockSettings.of(Settings.parse("dropkv", budget=0.25), 16)

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decantkv.cache import EvictingCache, new_recorder
+from decantkv.cache.evicting_cache import EvictingCache, new_recorder
 from decantkv.engines.blocks import BlockSettings
-from decantkv.engines.vllm.plan import plan
+from decantkv.engines.common.plan import plan
 from decantkv.settings import Settings
 from tests import tiny
 

@@ -6,8 +6,8 @@ import importlib.util
 
 import pytest
 
-from decantkv.bench.cases import run
-from decantkv.bench.vllm import Load, cases
+from decantkv.lab.bench.cases import run
+from decantkv.lab.bench.vllm import Load, cases
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vllm is not installed here; `make test-vllm` has it"

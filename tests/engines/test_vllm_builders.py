@@ -153,7 +153,7 @@ def test_an_evicting_worker_takes_the_backend_and_a_later_one_gives_it_back(conf
 def test_what_only_a_worker_sees_stops_it(config, what):  # noqa: F811
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-    from decantkv.engines.vllm.asked import Asked
+    from decantkv.engines.common.asked import Asked
     from decantkv.engines.vllm.backend_cpu import DropKVCPUBackend
     from decantkv.engines.vllm.layers import evicting_specs
 

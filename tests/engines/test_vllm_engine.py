@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from decantkv.cache import EvictingCache, new_recorder
+from decantkv.cache.evicting_cache import EvictingCache, new_recorder
 from decantkv.engines.blocks import BlockSettings
 from decantkv.settings import Settings
 from tests import tiny

@@ -73,7 +73,7 @@ def test_a_needle_is_found_in_a_tenth_of_the_cache(model_path, tmp_path):
     """The example's own question, asked of SmolLM2 as the example asks it."""
     from examples.serve_with_vllm import NUMBER, ask
 
-    from decantkv.models import convert_gguf
+    from decantkv.hf.loading import convert_gguf
 
     path = Path(model_path)
     weights = convert_gguf(path) if path.is_file() else path

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decantkv.eval.engine.batches import SMALL, SPREAD, Limits, batches, size_of
-from decantkv.eval.engine.prompt import Reader, Reading
-from decantkv.eval.engine.rows import Row, RowBatch
-from decantkv.selection import Kept
+from decantkv.lab.eval.engine.batches import SMALL, SPREAD, Limits, batches, size_of
+from decantkv.lab.eval.engine.prompt import Reader, Reading
+from decantkv.lab.eval.engine.rows import Row, RowBatch
+from decantkv.selection.selector import Kept
 
 HEADS, DIM = 2, 4
 TOKEN = 2 * HEADS * DIM * 4  # bytes of one layer's

@@ -4,9 +4,9 @@ import copy
 
 import pytest
 
-from decantkv.eval.chat import ChatFormat
-from decantkv.eval.probes import Probe
-from decantkv.eval.sample import Sample
+from decantkv.lab.eval.chat import ChatFormat
+from decantkv.lab.eval.probes import Probe
+from decantkv.lab.eval.sample import Sample
 
 
 def sample(context="Read this. ", question="What is it?", prefix=" It is", **more):

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from decantkv.eval.chat import REGIMES, ChatFormat
-from decantkv.eval.cli import make_plan
-from decantkv.eval.niah import DEPTHS, Grid
-from decantkv.eval.presets import PRESETS
-from decantkv.eval.results import Store, read_folder
-from decantkv.eval.runner import Runner
-from decantkv.eval.session import stop_tokens
-from decantkv.eval.statistics import tables
+from decantkv.lab.eval.chat import REGIMES, ChatFormat
+from decantkv.lab.eval.cli import make_plan
+from decantkv.lab.eval.niah import DEPTHS, Grid
+from decantkv.lab.eval.presets import PRESETS
+from decantkv.lab.eval.results import Store, read_folder
+from decantkv.lab.eval.runner import Runner
+from decantkv.lab.eval.session import stop_tokens
+from decantkv.lab.eval.statistics import tables
 
 RESULTS = Path(__file__).parents[2] / "results" / "eval"
 FOLDERS = sorted(file.parent for file in RESULTS.rglob("run.json"))

@@ -7,14 +7,14 @@ import pytest
 import torch
 
 import decantkv
-from decantkv.eval.engine import decoding
-from decantkv.eval.engine.keep import choose, score
-from decantkv.eval.engine.policy import parse_policies, parse_policy
-from decantkv.eval.engine.prompt import Reader
-from decantkv.eval.engine.quantise import bytes_share, quantise_keys, quantise_values
-from decantkv.eval.engine.rows import Row, RowBatch
-from decantkv.ragged import RaggedStore
-from decantkv.selection import Kept
+from decantkv.cache.stores.ragged import RaggedStore
+from decantkv.lab.eval.engine import decoding
+from decantkv.lab.eval.engine.keep import choose, score
+from decantkv.lab.eval.engine.policy import parse_policies, parse_policy
+from decantkv.lab.eval.engine.prompt import Reader
+from decantkv.lab.eval.engine.quantise import bytes_share, quantise_keys, quantise_values
+from decantkv.lab.eval.engine.rows import Row, RowBatch
+from decantkv.selection.selector import Kept
 
 PROMPT, CUT, NEW = 90, 71, 12
 POLICIES = parse_policies(

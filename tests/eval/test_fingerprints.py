@@ -2,8 +2,8 @@
 
 import pytest
 
-from decantkv.eval import fingerprints
-from decantkv.eval.longbench.load import describe
+from decantkv.lab.eval import fingerprints
+from decantkv.lab.eval.longbench.load import describe
 
 
 def test_weights_are_told_apart_in_either_format(model_folder, tmp_path):

@@ -6,16 +6,16 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from decantkv.eval.chat import ChatFormat
-from decantkv.eval.cli import make_plan
-from decantkv.eval.engine.keep import score
-from decantkv.eval.engine.policy import parse_policies
-from decantkv.eval.engine.prompt import Reader
-from decantkv.eval.engine.rows import Row, RowBatch
-from decantkv.eval.results import Store, read_folder
-from decantkv.eval.ruler import Series, Sources
-from decantkv.eval.runner import Runner
-from decantkv.eval.session import stretch
+from decantkv.lab.eval.chat import ChatFormat
+from decantkv.lab.eval.cli import make_plan
+from decantkv.lab.eval.engine.keep import score
+from decantkv.lab.eval.engine.policy import parse_policies
+from decantkv.lab.eval.engine.prompt import Reader
+from decantkv.lab.eval.engine.rows import Row, RowBatch
+from decantkv.lab.eval.results import Store, read_folder
+from decantkv.lab.eval.ruler import Series, Sources
+from decantkv.lab.eval.runner import Runner
+from decantkv.lab.eval.session import stretch
 
 pytestmark = pytest.mark.gpu
 

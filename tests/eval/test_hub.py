@@ -8,7 +8,7 @@ import sys
 import pytest
 from tests.eval.hub import COMMIT, serving
 
-from decantkv.eval.results import read_folder
+from decantkv.lab.eval.results import read_folder
 
 pyarrow = pytest.importorskip("pyarrow", reason="datasets is not installed (pip install 'decantkv[lm-eval]')")
 parquet = pytest.importorskip("pyarrow.parquet")

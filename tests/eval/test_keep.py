@@ -6,11 +6,11 @@ import os
 import pytest
 import torch
 
-from decantkv.eval.engine import keep
-from decantkv.eval.engine.keep import choose, score, score_key
-from decantkv.eval.engine.policy import parse_policies
-from decantkv.eval.engine.prompt import Reader, Windows
-from decantkv.eval.presets import ALL, VARIANTS
+from decantkv.lab.eval.engine import keep
+from decantkv.lab.eval.engine.keep import choose, score, score_key
+from decantkv.lab.eval.engine.policy import parse_policies
+from decantkv.lab.eval.engine.prompt import Reader, Windows
+from decantkv.lab.eval.presets import ALL, VARIANTS
 from decantkv.methods.position import Random
 
 OTHERS = "tova,andpro-chunks,pyramidkv,dropkv[allocation=layer],criticalkv[base=dropkv],caote,expected-attention"

@@ -7,8 +7,8 @@ from typer.testing import CliRunner
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed (pip install 'decantkv[lm-eval]')")
 
-from decantkv.eval.cli import app
-from decantkv.eval.lm_eval import DecantLM
+from decantkv.lab.eval.cli import app
+from decantkv.lab.eval.lm_eval import DecantLM
 
 TASK = """
 task: local_recall

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from decantkv.eval.longbench.load import Record, cut_middle, load_records, samples, unwrap
-from decantkv.eval.longbench.tasks import TASKS
+from decantkv.lab.eval.longbench.load import Record, cut_middle, load_records, samples, unwrap
+from decantkv.lab.eval.longbench.tasks import TASKS
 
 SHOTS = {
     "trec": "Question: who ?\nType:",

@@ -7,15 +7,8 @@ import string
 
 import pytest
 
-from decantkv.eval.longbench.metrics import (
-    classification,
-    code_similarity,
-    count,
-    qa_f1,
-    retrieval,
-    rouge_l,
-)
-from decantkv.eval.metrics import METRICS, clean, string_match_all, string_match_part
+from decantkv.lab.eval.longbench.metrics import classification, code_similarity, count, qa_f1, retrieval, rouge_l
+from decantkv.lab.eval.metrics import METRICS, clean, string_match_all, string_match_part
 
 WORDS = ["the", "a", "an", "Paris", "paris,", "town!", "(river)", "42", "blue-green", "of", "of", "it"]
 

@@ -7,10 +7,10 @@ import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from decantkv import scoring
-from decantkv.eval.engine import keep, prompt
-from decantkv.eval.engine.keep import choose, score
-from decantkv.eval.engine.policy import parse_policies
-from decantkv.eval.engine.prompt import Reader
+from decantkv.lab.eval.engine import keep, prompt
+from decantkv.lab.eval.engine.keep import choose, score
+from decantkv.lab.eval.engine.policy import parse_policies
+from decantkv.lab.eval.engine.prompt import Reader
 
 LENGTH, CUT = 91, 64
 SMALL = {

@@ -10,14 +10,14 @@ import time
 
 import pytest
 
-from decantkv import json_lines
-from decantkv.bench import cases
-from decantkv.eval import results
-from decantkv.eval.results import ROWS, RUN, Cell, Store, join, pack, read_folder, taken
-from decantkv.eval.show import heading, print_tables
-from decantkv.eval.statistics import best_on_the_other_half
-from decantkv.report.build import bench_table
-from decantkv.theory import results as theory
+from decantkv.base import json_lines
+from decantkv.lab.bench import cases
+from decantkv.lab.eval import results
+from decantkv.lab.eval.results import ROWS, RUN, Cell, Store, join, pack, read_folder, taken
+from decantkv.lab.eval.show import heading, print_tables
+from decantkv.lab.eval.statistics import best_on_the_other_half
+from decantkv.lab.report.build import bench_table
+from decantkv.lab.theory import results as theory
 
 CONFIGURATION = {"suite": "x"}
 
@@ -92,7 +92,7 @@ def test_a_folder_that_changed_under_its_run_is_an_error(tmp_path, gone):
 RUN_OF = """
 import sys, time
 from pathlib import Path
-from decantkv.eval.results import Cell, Store
+from decantkv.lab.eval.results import Cell, Store
 folder, name, seconds = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
 store = Store(folder, {"suite": "x"}, {"begun": name})
 left = [f"p{i}" for i in range(40)]

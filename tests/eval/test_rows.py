@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from decantkv.eval.engine import rows as engine
-from decantkv.eval.engine.keep import choose, score
-from decantkv.eval.engine.policy import parse_policies
-from decantkv.eval.engine.prompt import Reader
-from decantkv.eval.engine.quantise import quantise_keys, quantise_values
-from decantkv.eval.engine.rows import Row, RowBatch
-from decantkv.selection import FILLER
+from decantkv.lab.eval.engine import rows as engine
+from decantkv.lab.eval.engine.keep import choose, score
+from decantkv.lab.eval.engine.policy import parse_policies
+from decantkv.lab.eval.engine.prompt import Reader
+from decantkv.lab.eval.engine.quantise import quantise_keys, quantise_values
+from decantkv.lab.eval.engine.rows import Row, RowBatch
+from decantkv.selection.selector import FILLER
 
 LENGTHS, ROOM = (83, 61), 9
 POLICIES = parse_policies("dropkv,adadropkv,dropkv[allocation=pyramid],knorm")

@@ -12,12 +12,12 @@ from collections import Counter
 import pytest
 from transformers import AutoTokenizer
 
-from decantkv.eval.chat import ChatFormat
-from decantkv.eval.fidelity import Passages
-from decantkv.eval.ruler import TASKS, Series, Sources, hub_questions, load_haystack, load_questions
-from decantkv.eval.ruler.fit import Fit
-from decantkv.eval.ruler.haystack import Haystack
-from decantkv.eval.ruler.tasks import NEEDLES
+from decantkv.lab.eval.chat import ChatFormat
+from decantkv.lab.eval.fidelity import Passages
+from decantkv.lab.eval.ruler import TASKS, Series, Sources, hub_questions, load_haystack, load_questions
+from decantkv.lab.eval.ruler.fit import Fit
+from decantkv.lab.eval.ruler.haystack import Haystack
+from decantkv.lab.eval.ruler.tasks import NEEDLES
 
 LENGTHS = {"cwe": 9000, "qa_2": 9000}
 

@@ -8,14 +8,14 @@ import weakref
 import pytest
 import torch
 
-from decantkv.eval import metrics
-from decantkv.eval import runner as runner_module
-from decantkv.eval.chat import ChatFormat
-from decantkv.eval.cli import make_plan
-from decantkv.eval.engine.quantise import bytes_share
-from decantkv.eval.results import ROWS, RUN, Store, pack, read_folder, read_rows
-from decantkv.eval.ruler import Series, Sources
-from decantkv.eval.runner import Runner
+from decantkv.lab.eval import metrics
+from decantkv.lab.eval import runner as runner_module
+from decantkv.lab.eval.chat import ChatFormat
+from decantkv.lab.eval.cli import make_plan
+from decantkv.lab.eval.engine.quantise import bytes_share
+from decantkv.lab.eval.results import ROWS, RUN, Store, pack, read_folder, read_rows
+from decantkv.lab.eval.ruler import Series, Sources
+from decantkv.lab.eval.runner import Runner
 
 CONFIGURATION = {"model": "tiny", "seed": 42}
 PLAN = make_plan("dropkv,random,quantised-4bit", "0.2,40", "aware,aware-question,agnostic")

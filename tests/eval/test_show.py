@@ -6,8 +6,8 @@ import io
 
 import pytest
 
-from decantkv.eval.show import fitted
-from decantkv.terminal import Console
+from decantkv.base.terminal import Console
+from decantkv.lab.eval.show import fitted
 
 NAMES = ["method", "budget", "bytes", "score [95 %]", "Δ length", "n"]
 METHODS = [f"dropkv[allocation=ada,pool=avg,window={w}]+protect" for w in (1, 8, 16, 32, 320)]

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from decantkv.eval.bootstrap import RESAMPLES, Bootstrap, Interval, holm, paired, student
-from decantkv.eval.show import print_best, print_tables
-from decantkv.eval.statistics import best_on_the_other_half, losing_share, tables
+from decantkv.lab.eval.bootstrap import RESAMPLES, Bootstrap, Interval, holm, paired, student
+from decantkv.lab.eval.show import print_best, print_tables
+from decantkv.lab.eval.statistics import best_on_the_other_half, losing_share, tables
 
 
 def rows_of(scores, *, task="t", length=100, regime="aware", policy="dropkv", budget="0.1", prompts=False, **extra):

@@ -8,18 +8,18 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from decantkv.eval import fidelity
-from decantkv.eval.chat import ChatFormat
-from decantkv.eval.cli import app
-from decantkv.eval.engine.keep import choose, score
-from decantkv.eval.engine.policy import parse_policy
-from decantkv.eval.engine.prompt import Reader
-from decantkv.eval.niah import Grid
-from decantkv.eval.presets import PRESETS
-from decantkv.eval.results import read_folder
-from decantkv.eval.ruler.haystack import Haystack
-from decantkv.eval.session import stretch
-from decantkv.theory import oracle
+from decantkv.lab.eval import fidelity
+from decantkv.lab.eval.chat import ChatFormat
+from decantkv.lab.eval.cli import app
+from decantkv.lab.eval.engine.keep import choose, score
+from decantkv.lab.eval.engine.policy import parse_policy
+from decantkv.lab.eval.engine.prompt import Reader
+from decantkv.lab.eval.niah import Grid
+from decantkv.lab.eval.presets import PRESETS
+from decantkv.lab.eval.results import read_folder
+from decantkv.lab.eval.ruler.haystack import Haystack
+from decantkv.lab.eval.session import stretch
+from decantkv.lab.theory import oracle
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +152,7 @@ def test_mistakes_are_named_before_any_work(changed, wrong, model_folder, tmp_pa
 
 
 def test_a_length_too_short_for_a_task_is_refused_before_the_weights(model_folder, tmp_path, monkeypatch):
-    monkeypatch.setattr("decantkv.models.AutoModelForCausalLM", None)
+    monkeypatch.setattr("decantkv.hf.loading.AutoModelForCausalLM", None)
     given = ("--model", model_folder, "--suite", "ruler", "--task", "vt", "--length", 60, "--out", tmp_path / "out")
     assert "tokens for vt, got 60" in str(invoke(*given).exception)
 
@@ -186,7 +186,7 @@ def test_yarn_stretches_the_slow_frequencies_only(model):
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_are_plans_that_parse(name):
-    from decantkv.eval.cli import SUITES, make_plan
+    from decantkv.lab.eval.cli import SUITES, make_plan
 
     preset = PRESETS[name]
     plan = make_plan(preset.method, preset.budget, preset.regime)

@@ -11,9 +11,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from decantkv.eval import workers
-from decantkv.eval.cli import app
-from decantkv.eval.results import Store, cell_of, read_folder
+from decantkv.lab.eval import workers
+from decantkv.lab.eval.cli import app
+from decantkv.lab.eval.results import Store, cell_of, read_folder
 
 GIVEN = ("--suite", "niah", "--length", "600", "--samples", "1", "--method", "dropkv,random,quantised-4bit", "--budget",
          "0.2", "--regime", "aware,agnostic")  # fmt: skip
@@ -113,7 +113,7 @@ def test_gpus_are_taken_in_turn_and_threads_shared(monkeypatch):
 WRITER = """
 import sys
 from pathlib import Path
-from decantkv.eval.results import Store
+from decantkv.lab.eval.results import Store
 store = Store(Path(sys.argv[1]), {"x": 1}, {"command": "shared"})
 for i in range(30):
     store.begin({"command": f"{sys.argv[2]}/{i}"})

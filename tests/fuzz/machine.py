@@ -23,8 +23,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from decantkv import EvictingCache, attach
-from decantkv.cache import deferred
-from decantkv.interface import UnsupportedModelError
+from decantkv.cache.evicting_cache import deferred
+from decantkv.hf.attention_hook import UnsupportedModelError
 from tests.fuzz.models import VOCABULARY, Subject, subject
 from tests.fuzz.setup import Setup, settings, setups
 from tests.fuzz.truth import Reader, Truth

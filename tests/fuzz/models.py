@@ -19,7 +19,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from decantkv.cache import cache_argument
+from decantkv.cache.evicting_cache import cache_argument
 from tests.tiny import sharpen
 
 VOCABULARY = 61

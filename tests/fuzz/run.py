@@ -16,7 +16,7 @@ import torch
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from decantkv.circumstances import commit, device_name, versions
+from decantkv.lab.provenance import commit, device_name, versions
 from tests.fuzz.machine import Machine, counts
 
 BATCH = 25

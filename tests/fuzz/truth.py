@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from decantkv.bounded import Bounds
-from decantkv.cache import EvictingLayer
+from decantkv.cache.evicting_cache import EvictingLayer
+from decantkv.cache.positions import Bounds
 from decantkv.settings import Settings
 
 FP8 = torch.float8_e4m3fn

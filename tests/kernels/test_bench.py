@@ -8,8 +8,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from decantkv import json_lines
-from decantkv.bench import cli, gate, score
+from decantkv.base import json_lines
+from decantkv.lab.bench import cli, gate, score
 from decantkv.scoring import reference
 from tests.kernels.windows import widened, window
 

@@ -37,8 +37,8 @@ def fuzz_seed():
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_random_shapes_meet_the_contract(chunk, fuzz_seed, record_property):
     from decantkv import kernels
-    from decantkv.bench.gate import worst_error
-    from decantkv.selection import select
+    from decantkv.lab.bench.gate import worst_error
+    from decantkv.selection.selector import select
 
     record_property("seed", fuzz_seed)
     rng = random.Random(fuzz_seed + chunk)
@@ -139,7 +139,7 @@ def test_other_quantities_need_little_memory_and_no_host():
 
 @pytest.mark.parametrize("layout", pages.LAYOUTS)
 def test_paged_requests_meet_the_contract(layout, fuzz_seed):
-    from decantkv.engines.vllm import paged as twin
+    from decantkv.engines.common import paged as twin
     from decantkv.kernels.paged import compact_paged, score_paged
 
     rng = random.Random(f"{fuzz_seed} {layout}")
@@ -211,7 +211,7 @@ class poisoned:
 @pytest.mark.parametrize("gap", [7, 10, 14, 18, 22, 24])
 @pytest.mark.parametrize("hints", [False, True], ids=["two passes", "one pass"])
 def test_sinks_down_to_one_in_a_million(gap, hints):
-    from decantkv.bench.gate import worst_error
+    from decantkv.lab.bench.gate import worst_error
     from decantkv.scoring import compute, reference
     from tests.kernels.windows import widened
 
@@ -226,7 +226,7 @@ def test_sinks_down_to_one_in_a_million(gap, hints):
 
 def test_kept_sets_agree_across_implementations_ties_included():
     from decantkv.scoring import compute
-    from decantkv.selection import select
+    from decantkv.selection.selector import select
 
     win = window(3, H=4, N=3000, D=128, device="cuda")
     k, v = win.k.clone(), win.v.clone()
@@ -280,7 +280,7 @@ def test_long_prompts_index_past_32_bits():
     win = window(1, H=17, g=1, w=1, N=2**20, D=128, device="cuda")  # n · stride passes 2^31
     scores = kernels.window_scores(win.q, win.k, win.v, scale=win.scale)
     last = dataclasses.replace(win, q=win.q[:, 16:], k=win.k[:, 16:], v=win.v[:, 16:])
-    from decantkv.bench.gate import worst_error
+    from decantkv.lab.bench.gate import worst_error
 
     assert worst_error(scores[:, 16:], last) <= 1
     kept = kernels.select_topk(scores, 5000, window=1)

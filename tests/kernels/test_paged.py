@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from decantkv.engines.vllm import paged as twin
+from decantkv.engines.common import paged as twin
 from tests.kernels.pages import LAYOUTS, check_compaction, check_scores, choose, own, paged
 from tests.kernels.windows import QUANTITIES
 

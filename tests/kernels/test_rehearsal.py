@@ -38,9 +38,9 @@ def test_paged_requests():
 
 def test_the_benchmark_of_other_quantities(monkeypatch):
     """Its gate and its paged set-up run for real; only the clock is made up."""
-    from decantkv.bench import quantities
-    from decantkv.bench.score import Geometry
-    from decantkv.bench.timing import Quantiles
+    from decantkv.lab.bench import quantities
+    from decantkv.lab.bench.score import Geometry
+    from decantkv.lab.bench.timing import Quantiles
 
     def clock(call, **options):
         call()

@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from decantkv.selection import select
+from decantkv.selection.selector import select
 
 pytestmark = [
     pytest.mark.interpreter,

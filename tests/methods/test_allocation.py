@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decantkv.allocation import (
+from decantkv.methods import METHODS, CriticalKV, DefensiveKV, Method, Streaming
+from decantkv.selection.allocation import (
     RULES,
     Ada,
     AdaKvpress,
@@ -20,8 +21,7 @@ from decantkv.allocation import (
     layer_shares,
     resolve_allocation,
 )
-from decantkv.methods import METHODS, CriticalKV, DefensiveKV, Method, Streaming
-from decantkv.selection import order, select
+from decantkv.selection.selector import order, select
 from decantkv.settings import Settings
 
 from .shapes import Shape, example, values_of

@@ -8,8 +8,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForC
 from transformers.cache_utils import DynamicCache
 
 import decantkv
+from decantkv.hf.model_parts import output_projection, rotation
 from decantkv.methods import METHODS, Streaming
-from decantkv.needs import output_projection, rotation
 from tests import tiny
 
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from decantkv.interface import AttentionCall
-from decantkv.layers import PromptLayer, window_of
+from decantkv.cache.layer import PromptLayer, window_of
+from decantkv.hf.attention_hook import AttentionCall
+from decantkv.hf.model_parts import rotation
 from decantkv.methods import METHODS
-from decantkv.needs import rotation
 from decantkv.settings import Settings
 
 LAYERS = (0, 1, 14, 29)
@@ -29,8 +29,8 @@ def windows(demo_model):
     """A float32 window of 32 queries with everything any method needs, from four layers."""
     from transformers import DynamicCache
 
-    from decantkv.cache import cache_argument
-    from decantkv.interface import Hold
+    from decantkv.cache.evicting_cache import cache_argument
+    from decantkv.hf.attention_hook import Hold
 
     model, tokenizer = demo_model
     rotate, found = rotation(model), {}

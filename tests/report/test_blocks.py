@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from decantkv.cli import main
-from decantkv.report import blocks
-from decantkv.report.answer_tables import answers
+from decantkv.lab.report import blocks
+from decantkv.lab.report.answer_tables import answers
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [
@@ -30,7 +30,7 @@ def answer(task, index, policy, score, length=4096):
 
 
 def folder_of(root, rows):
-    from decantkv.eval.results import digest
+    from decantkv.lab.eval.results import digest
 
     configuration = {"suite": "ruler"}
     run = {"configuration": configuration, "sessions": [{"command": "decantkv eval"}]}

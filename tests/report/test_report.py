@@ -13,8 +13,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from decantkv.eval.results import Store
-from decantkv.report.cli import report
+from decantkv.lab.eval.results import Store
+from decantkv.lab.report.cli import report
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 app = typer.Typer()

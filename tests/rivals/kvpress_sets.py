@@ -15,7 +15,7 @@ from transformers import DynamicCache
 from transformers.utils import logging
 
 import decantkv
-from decantkv.models import load
+from decantkv.hf.loading import load
 from tests import tiny
 
 NUMBERS = "The gate code of the {} is {}. "

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from decantkv.show.cli import prompt_pieces, show
+from decantkv.lab.show.cli import prompt_pieces, show
 
 TEXT = "It is a truth universally acknowledged, naïve 日本語 🙂 that a single\n\nman in possession  of it <must> be.\n"
 

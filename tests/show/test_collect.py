@@ -7,12 +7,12 @@ import pytest
 import torch
 from rich.console import Console
 
+from decantkv.lab.show.collect import collect
+from decantkv.lab.show.spans import span_costs
+from decantkv.lab.show.terminal import along, tell
 from decantkv.scoring.window import make_window
-from decantkv.selection import select
+from decantkv.selection.selector import select
 from decantkv.settings import Settings
-from decantkv.show.collect import collect
-from decantkv.show.spans import span_costs
-from decantkv.show.terminal import along, tell
 
 from ..tiny import VOCABULARY, llama
 
@@ -85,9 +85,9 @@ def test_ranks_order_the_kept(view):
 
 
 def test_distance_is_to_the_output(model, ids, view):
-    from decantkv.cache import cache_argument
-    from decantkv.observation import ObservingCache
-    from decantkv.theory import oracle
+    from decantkv.cache.evicting_cache import cache_argument
+    from decantkv.cache.watching import ObservingCache
+    from decantkv.lab.theory import oracle
 
     windows = []
     cache = ObservingCache(model, windows.append, rows=WINDOW)
@@ -163,8 +163,8 @@ def test_batches_and_nothing_are_refused(model, ids):
 
 def test_a_window_of_another_length_is_scored_as_itself(model, ids):
     """Methods with windows of their own are compared side by side; each gets its own rows."""
-    from decantkv.cache import cache_argument
-    from decantkv.observation import ObservingCache
+    from decantkv.cache.evicting_cache import cache_argument
+    from decantkv.cache.watching import ObservingCache
 
     pieces = [""] * TOKENS
     chosen = [settings(), settings("dropkv", window=16)]

@@ -10,9 +10,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from decantkv.show.collect import Detail, MethodView, Missed, View
-from decantkv.show.page import detailed_layers, quantised, render
-from decantkv.show.spans import SpanCost
+from decantkv.lab.show.collect import Detail, MethodView, Missed, View
+from decantkv.lab.show.page import detailed_layers, quantised, render
+from decantkv.lab.show.spans import SpanCost
 
 from .chromium import browse, needs_browser
 

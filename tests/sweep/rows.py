@@ -10,8 +10,8 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decantkv.cache import EvictingCache
-from decantkv.circumstances import commit
+from decantkv.cache.evicting_cache import EvictingCache
+from decantkv.lab.provenance import commit
 from tests.sweep.architectures import Built, NotBuilt, build
 from tests.sweep.settings import SETTINGS, Verdict, describe, is_refusal, judge, untouched_logits
 

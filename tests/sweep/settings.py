@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 import decantkv
-from decantkv.cache import EvictingCache, EvictingLayer, cache_argument, deferred
+from decantkv.cache.evicting_cache import EvictingCache, EvictingLayer, cache_argument, deferred
 from tests.judge import hiding
 
 LENGTH, CHUNK = 80, 30

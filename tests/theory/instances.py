@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from decantkv.theory.rows import Rows, length
+from decantkv.lab.theory.rows import Rows, length
 
 
 def make_pool(p, residual, seed=0):

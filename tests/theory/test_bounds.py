@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decantkv.theory import bounds, oracle
-from decantkv.theory.cone import cone
-from decantkv.theory.rows import smallest
-from decantkv.theory.search import best_subset
+from decantkv.lab.theory import bounds, oracle
+from decantkv.lab.theory.cone import cone
+from decantkv.lab.theory.rows import smallest
+from decantkv.lab.theory.search import best_subset
 
 from .instances import cancelling, complete, make_pool, one_row_each
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import minimize
 
-from decantkv.theory.cone import cone
+from decantkv.lab.theory.cone import cone
 
 
 def gaussian(m, dim, seed, shift=0.0):

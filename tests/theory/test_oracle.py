@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from decantkv.theory import oracle
+from decantkv.lab.theory import oracle
 
 WEIGHTS, VALUES = (0.50, 0.30, 0.15, 0.05), (5.0, 5.0, 15.0, 5.0)
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from decantkv.theory.bounds import relaxed
-from decantkv.theory.cone import cone
-from decantkv.theory.rows import Residuals, Rows, smallest
-from decantkv.theory.search import best_subset
+from decantkv.lab.theory.bounds import relaxed
+from decantkv.lab.theory.cone import cone
+from decantkv.lab.theory.rows import Residuals, Rows, smallest
+from decantkv.lab.theory.search import best_subset
 
 from .instances import make_pool
 

@@ -9,13 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from decantkv.lab.theory import oracle
+from decantkv.lab.theory.cone import cone
+from decantkv.lab.theory.hardness import balanced_partition
+from decantkv.lab.theory.rows import Rows, rows_of, smallest
+from decantkv.lab.theory.search import best_subset, best_subsets, squared_shifts
 from decantkv.scoring import reference
 from decantkv.scoring.window import make_window
-from decantkv.theory import oracle
-from decantkv.theory.cone import cone
-from decantkv.theory.hardness import balanced_partition
-from decantkv.theory.rows import Rows, rows_of, smallest
-from decantkv.theory.search import best_subset, best_subsets, squared_shifts
 
 from .test_oracle import worked_example
 

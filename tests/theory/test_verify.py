@@ -9,16 +9,16 @@ from collections import Counter
 import pytest
 import torch
 
-from decantkv.budget import Budget
-from decantkv.cache import cache_argument
+from decantkv.cache.evicting_cache import cache_argument
+from decantkv.cache.watching import ObservingCache
+from decantkv.lab.theory import cli, oracle
+from decantkv.lab.theory.measure import Plan
+from decantkv.lab.theory.plots import page
+from decantkv.lab.theory.results import files_of, read
+from decantkv.lab.theory.summary import summary
+from decantkv.lab.theory.verify import run
 from decantkv.methods import resolve
-from decantkv.observation import ObservingCache
-from decantkv.theory import cli, oracle
-from decantkv.theory.measure import Plan
-from decantkv.theory.plots import page
-from decantkv.theory.results import files_of, read
-from decantkv.theory.summary import summary
-from decantkv.theory.verify import run
+from decantkv.selection.budget import Budget
 
 from ..tiny import VOCABULARY, llama
 
@@ -86,7 +86,7 @@ def test_ratios_and_bounds(results):
 
 
 def test_the_eviction_moves_the_outputs_as_deletion_does(results, windows):
-    from decantkv.selection import select
+    from decantkv.selection.selector import select
 
     method = resolve("dropkv")
     for win in windows:

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from decantkv.lab.processes import environment
+from decantkv.lab.theory.measure import Plan
+from decantkv.lab.theory.workers import _ENVIRONMENT, Task, Workers, records_of, tasks_of
 from decantkv.methods import resolve
-from decantkv.processes import environment
 from decantkv.scoring.window import make_window
-from decantkv.theory.measure import Plan
-from decantkv.theory.workers import _ENVIRONMENT, Task, Workers, records_of, tasks_of
 
 METHOD = resolve("dropkv")
 PLAN = Plan(pool_sizes=(8,), search_size=8, ks=(2,), search_rows=1, n_keep=20, seed=0)

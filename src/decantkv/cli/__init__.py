@@ -12,7 +12,7 @@ import typer
 from rich.markup import escape
 
 import decantkv
-from decantkv.terminal import Console
+from decantkv.base.terminal import Console
 
 app = typer.Typer(
     name="decantkv",
@@ -51,14 +51,14 @@ COMMANDS = (  # register themselves on `app`
     "decantkv.cli.doctor",
 )
 FUNCTIONS = {
-    "verify": "decantkv.theory.cli",
-    "show": "decantkv.show.cli",
-    "report": "decantkv.report.cli",
+    "verify": "decantkv.lab.theory.cli",
+    "show": "decantkv.lab.show.cli",
+    "report": "decantkv.lab.report.cli",
 }  # a function of that name
 GROUPS = {  # an `app` of their own
-    "eval": "decantkv.eval.cli",
-    "bench": "decantkv.bench.cli",
-    "generation": "decantkv.bench.generation_cli",
+    "eval": "decantkv.lab.eval.cli",
+    "bench": "decantkv.lab.bench.cli",
+    "generation": "decantkv.lab.bench.generation_cli",
 }
 
 

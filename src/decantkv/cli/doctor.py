@@ -9,14 +9,14 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from decantkv.base.terminal import Console
 from decantkv.cli import app
-from decantkv.terminal import Console
 
 
 @app.command()
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
     """Say what this machine has, and what of decantkv will and will not work here, with the reason."""
-    from decantkv.doctor import examine
+    from decantkv.lab.diagnosis import examine
 
     found = examine()
     if as_json:

@@ -15,12 +15,12 @@ import typer
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
+from decantkv.base.terminal import Console, write
 from decantkv.cli import app
-from decantkv.context import check_context
-from decantkv.terminal import Console, write
+from decantkv.hf.context import check_context
 
 if TYPE_CHECKING:
-    from decantkv.budget import Budget
+    from decantkv.selection.budget import Budget
 
 
 @app.command()
@@ -112,7 +112,7 @@ class Answer:
 
 def check_bounds(settings: Any, bounds: dict[str, int | None]) -> None:
     """Raise where `attach` would refuse the bounds, before a model is loaded."""
-    from decantkv.bounded import Bounds
+    from decantkv.cache.positions import Bounds
 
     Bounds(**bounds).check(settings)  # type: ignore[arg-type]  # checked by it
 
@@ -123,7 +123,7 @@ def read(model_name: str, text: str, settings: Any, *, max_new_tokens: int, raw:
     Raises:
         ValueError: no model, no tokens, a span outside the prompt, or a prompt beyond the model's context.
     """
-    from decantkv.models import chat_prompt, load
+    from decantkv.hf.loading import chat_prompt, load
 
     encoded: Any = None
 
@@ -154,7 +154,7 @@ def run(
     """Generate an answer, by a full cache where there are no settings."""
     import torch
 
-    from decantkv.integration import attach
+    from decantkv.attachment import attach
 
     start = time.perf_counter()
     what = "full cache: reading" if settings is None else "reading"
@@ -269,7 +269,7 @@ def read_prompt(path: Path, question: str) -> str:
 
 def parse_budget(text: str) -> Budget:
     """The budget that a text names, as everywhere."""
-    from decantkv.budget import Budget
+    from decantkv.selection.budget import Budget
 
     return Budget.parse(text)
 

@@ -10,8 +10,8 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from decantkv.base.terminal import Console
 from decantkv.cli import app
-from decantkv.terminal import Console
 
 # what a terminal has room for, a wide and a narrow one; --json prints everything
 _WIDE = ("name", "kind", "score", "keeps", "pooling", "allocation", "cost", "needs", "source")

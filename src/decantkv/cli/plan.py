@@ -8,9 +8,9 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from decantkv.base.terminal import Console
 from decantkv.cli import app
-from decantkv.context import check_context
-from decantkv.terminal import Console
+from decantkv.hf.context import check_context
 
 
 @app.command()
@@ -32,8 +32,8 @@ def plan(
     import torch
 
     from decantkv.cli.generate import parse_budget
-    from decantkv.models import name_of
-    from decantkv.planning import parse_memory, plan, read_config
+    from decantkv.hf.loading import name_of
+    from decantkv.lab.sizing import parse_memory, plan, read_config
 
     kind = getattr(torch, dtype, None) if dtype else None
     if dtype and not isinstance(kind, torch.dtype):

@@ -13,9 +13,9 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from decantkv.budget import count, fixed_spans
-from decantkv.options import expect_int
+from decantkv.base.options import expect_int
 from decantkv.scoring.window import AttentionWindow
+from decantkv.selection.budget import count, fixed_spans
 from decantkv.settings import Settings
 
 

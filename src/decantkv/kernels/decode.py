@@ -106,7 +106,7 @@ def attend(
     softcap: float | None = None,
     sink_logits: Tensor | None = None,
 ) -> Tensor:
-    """Attention over ragged storage; see `decantkv.ragged.RaggedStore.attend`.
+    """Attention over ragged storage; see `decantkv.cache.stores.ragged.RaggedStore.attend`.
 
     Args:
         q: [B, HQ, T, D]; keys: [S, D]; values: [S, Dv]; lens: [B·H] int64; all but q contiguous.

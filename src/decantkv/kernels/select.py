@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from decantkv.ranking import BOUND
+from decantkv.selection.topk import BOUND
 
 NO_POOL, MAX_POOL, AVG_POOL = 0, 1, 2
 _MAX_POOL = tl.constexpr(MAX_POOL)

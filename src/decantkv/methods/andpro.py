@@ -8,8 +8,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from decantkv import scoring
+from decantkv.base.options import Impl, Pool, PoolScope, expect_int, expect_odd
 from decantkv.methods.base import Kind, Method
-from decantkv.options import Impl, Pool, PoolScope, expect_int, expect_odd
 from decantkv.scoring.window import AttentionWindow
 
 

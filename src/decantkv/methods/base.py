@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, Self, get_args
 
 from torch import Tensor
 
-from decantkv.options import Impl, Need, Pool, PoolScope, expect_choice, expect_int, expect_odd
+from decantkv.base.options import Impl, Need, Pool, PoolScope, expect_choice, expect_int, expect_odd
 from decantkv.scoring import streams
 from decantkv.scoring.window import AttentionWindow
 

@@ -8,8 +8,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from decantkv import scoring
+from decantkv.base.options import Impl, Need, expect_choice
 from decantkv.methods.base import Kind, Method
-from decantkv.options import Impl, Need, expect_choice
 from decantkv.scoring import streams
 from decantkv.scoring.window import AttentionWindow
 

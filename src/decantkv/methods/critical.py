@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from decantkv import scoring
+from decantkv.base.options import Impl, Need, Quantity, expect_choice, expect_fraction
 from decantkv.methods.base import Kind
 from decantkv.methods.snapkv import SnapKV
-from decantkv.options import Impl, Need, Quantity, expect_choice, expect_fraction
-from decantkv.ranking import bounded, keep_highest
 from decantkv.scoring.window import AttentionWindow
+from decantkv.selection.topk import bounded, keep_highest
 
 _BASES: dict[str, Quantity] = {"snapkv": "attention_mass", "dropkv": "perturbation"}
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from decantkv import scoring
+from decantkv.base.options import Impl, Need, expect_fraction, expect_odd
 from decantkv.methods.base import Kind, Method
-from decantkv.options import Impl, Need, expect_fraction, expect_odd
-from decantkv.ranking import bounded, keep_highest
 from decantkv.scoring.window import AttentionWindow
+from decantkv.selection.topk import bounded, keep_highest
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from typing import ClassVar, Literal, get_args
 from torch import Tensor
 
 from decantkv import scoring
+from decantkv.base.options import Impl, Need, Pool, Reduce, expect_choice
 from decantkv.methods.base import Kind, Method
-from decantkv.options import Impl, Need, Pool, Reduce, expect_choice
 from decantkv.scoring.window import AttentionWindow
 
 Weigh = Literal["value", "output"]

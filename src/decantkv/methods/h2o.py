@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from decantkv.base.options import Impl, Need, expect_fraction
 from decantkv.methods.base import Kind, Method
-from decantkv.options import Impl, Need, expect_fraction
 from decantkv.scoring import streams
 from decantkv.scoring.window import AttentionWindow
 

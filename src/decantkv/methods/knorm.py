@@ -8,8 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from decantkv.base.options import Impl
 from decantkv.methods.base import Kind, Method
-from decantkv.options import Impl
 from decantkv.scoring.window import AttentionWindow
 
 

@@ -8,8 +8,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from decantkv import scoring
+from decantkv.base.options import Impl, Pool, PoolScope
 from decantkv.methods.base import Kind, Method
-from decantkv.options import Impl, Pool, PoolScope
 from decantkv.scoring.window import AttentionWindow
 
 

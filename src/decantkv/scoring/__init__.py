@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import torch
 from torch import Tensor
 
-from decantkv.options import Impl, Quantity, Reduce, expect_choice
+from decantkv.base.options import Impl, Quantity, Reduce, expect_choice
 
 if TYPE_CHECKING:
     from decantkv.scoring.window import AttentionWindow

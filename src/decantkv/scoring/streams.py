@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from decantkv import scoring
-from decantkv.options import Impl
+from decantkv.base.options import Impl
+from decantkv.base.versions import kernels_on
 from decantkv.scoring.scratch import scratch_bytes
 from decantkv.scoring.window import AttentionWindow
-from decantkv.versions import kernels_on
 
 QUERY_BLOCK = 64  # prompt positions whose attention is summed at once
 

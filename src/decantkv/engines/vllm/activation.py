@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from decantkv.engines.common.asked import KEY, REFUSED, Asked, read
 from decantkv.engines.vllm import compat
-from decantkv.engines.vllm.asked import KEY, REFUSED, Asked, read
 from decantkv.engines.vllm.compat import BACKENDS
 from decantkv.engines.vllm.counters import CARRIER, CLOCK, WORKER, Shown
 from decantkv.engines.vllm.hooks import wrap

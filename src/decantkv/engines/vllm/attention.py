@@ -9,15 +9,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from decantkv.base.transfer import to_device
 from decantkv.engines.blocks import BlockSettings
+from decantkv.engines.common.plan import Plans
+from decantkv.engines.common.steps import Queries, Step, read_step
+from decantkv.engines.common.tables import ShiftedTables
+from decantkv.engines.common.windows import Windows
 from decantkv.engines.vllm.batch import current, told
 from decantkv.engines.vllm.counters import CLOCK
-from decantkv.engines.vllm.plan import Plans
 from decantkv.engines.vllm.spec import DropKVSpec
-from decantkv.engines.vllm.steps import Queries, Step, read_step
-from decantkv.engines.vllm.tables import ShiftedTables
-from decantkv.engines.vllm.windows import Windows
-from decantkv.transfer import to_device
 
 ATTRIBUTE = "decantkv_step"  # of the metadata that a builder returns
 

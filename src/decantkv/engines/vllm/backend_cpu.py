@@ -14,9 +14,9 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 
 from decantkv.engines.blocks import BlockSettings
+from decantkv.engines.common.steps import Queries
 from decantkv.engines.vllm.attention import EvictingBuilder, EvictingImpl
 from decantkv.engines.vllm.eviction import Heads, choose
-from decantkv.engines.vllm.steps import Queries
 
 
 class DropKVCPUBuilder(EvictingBuilder, CPUAttentionMetadataBuilder):

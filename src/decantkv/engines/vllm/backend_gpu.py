@@ -8,9 +8,9 @@ from torch import Tensor
 from vllm.v1.attention.backend import AttentionCGSupport
 
 from decantkv.engines.blocks import BlockSettings
+from decantkv.engines.common.steps import Queries
 from decantkv.engines.vllm.attention import EvictingBuilder, EvictingImpl
 from decantkv.engines.vllm.eviction import Heads, evict_paged
-from decantkv.engines.vllm.steps import Queries
 
 
 class EvictingGPUBuilder(EvictingBuilder):

@@ -6,7 +6,7 @@ import importlib
 from dataclasses import dataclass
 from typing import Literal
 
-from decantkv import versions
+from decantkv.base import versions
 
 SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 V1_RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"

@@ -8,13 +8,13 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from decantkv.base.transfer import to_device
 from decantkv.engines.blocks import BlockSettings
-from decantkv.engines.vllm.paged import gather_paged
-from decantkv.engines.vllm.plan import Plan
-from decantkv.engines.vllm.steps import Queries
+from decantkv.engines.common.paged import gather_paged
+from decantkv.engines.common.plan import Plan
+from decantkv.engines.common.steps import Queries
 from decantkv.methods import DropKV, Method, SnapKV
 from decantkv.scoring.window import AttentionWindow, make_window
-from decantkv.transfer import to_device
 
 # what a method's score is called among the kernels
 QUANTITIES: dict[type[Method], str] = {DropKV: "perturbation", SnapKV: "attention_mass"}
@@ -128,7 +128,7 @@ def _scores_paged(
 
 def kernels_for(device: torch.device) -> ModuleType:
     """The kernels on paged storage; on a CPU what they compute, in torch."""
-    from decantkv.engines.vllm import paged
+    from decantkv.engines.common import paged
 
     if device.type != "cuda":
         return paged

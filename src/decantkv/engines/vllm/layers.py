@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from decantkv.engines.vllm.asked import Asked
+from decantkv.engines.common.asked import Asked
 from decantkv.engines.vllm.compat import BACKENDS
 from decantkv.engines.vllm.refusals import budget_below_a_block
 from decantkv.engines.vllm.spec import DropKVSpec

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from decantkv.engines.common.asked import Asked
 from decantkv.engines.vllm import compat
-from decantkv.engines.vllm.asked import Asked
 
 PLAIN = ("auto", "float16", "bfloat16", "float32", "half", "float")
 LEAST_CHUNK = 4  # tokens a step must be able to read of a prompt

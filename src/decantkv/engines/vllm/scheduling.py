@@ -9,10 +9,10 @@ from typing import Any
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from decantkv.engines.common.steps import end_of_chunk
 from decantkv.engines.vllm import compat
 from decantkv.engines.vllm.counters import CARRIER, ENGINE
 from decantkv.engines.vllm.hooks import wrap
-from decantkv.engines.vllm.steps import end_of_chunk
 
 
 def follow(manager: type) -> None:

@@ -10,9 +10,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from decantkv.engines.blocks import BlockSettings
+from decantkv.engines.common.plan import Plan, Plans
 from decantkv.engines.vllm import scheduling
 from decantkv.engines.vllm.counters import ENGINE
-from decantkv.engines.vllm.plan import Plan, Plans
 
 
 @dataclass(frozen=True, kw_only=True)

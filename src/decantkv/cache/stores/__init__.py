@@ -1,0 +1,1 @@
+"""Where kept tokens live: dense and ragged buffers, layers of transformers' own."""

@@ -1,0 +1,364 @@
+"""Keys and values of heads that keep different numbers of tokens: flat storage, and attention over it.
+
+A *lane* is one (batch row, KV head) pair, batch first: lane = b·H + h. Lane r owns slots starts[r] … starts[r] +
+capacity[r] of the flat K and V and has filled the first lens[r] of them. After a prompt capacity equals length; room
+for new tokens is taken when the first one comes, the same for every lane, and again whenever it is used up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from decantkv.base.precision import without_autocast, writable
+from decantkv.base.versions import kernels_on
+from decantkv.cache.stores.dense import ROOM
+from decantkv.selection.selector import FILLER, Kept
+
+if TYPE_CHECKING:
+    from decantkv.kernels.decode import Splits
+
+TILE_BYTES = 8 * 2**20  # of logits and upcast keys alive at once in the torch path
+
+
+class RaggedStore:
+    """One layer's kept tokens.
+
+    Attributes:
+        batch, heads: B and H; B·H lanes.
+        keys: [S, D] and values: [S, Dv], S the sum of the lanes' capacities.
+        starts, lens: [B·H] int64 on the device.
+        room: slots every lane still has free at its end.
+        appended: columns given since the prompt, pads included, which is how far `crop` may go back.
+        real: [B, C] bool, False where one of the first C appended columns is a pad; None while all are tokens.
+    """
+
+    def __init__(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        starts: Tensor,
+        lens: Tensor,
+        *,
+        batch: int,
+        room: int = 0,
+        appended: int = 0,
+    ) -> None:
+        self.keys, self.values, self.starts, self.lens = keys, values, starts, lens
+        self.batch, self.heads = batch, lens.shape[0] // batch
+        self.room, self.appended = room, appended
+        self.real: Tensor | None = None
+        self._splits: Splits | None = None
+
+    @classmethod
+    def from_kept(cls, keys: Tensor, values: Tensor, kept: Kept) -> RaggedStore:
+        """Gather the kept tokens of a prompt.
+
+        Args:
+            keys: [B, H, N, D]; values: [B, H, N, Dv].
+        """
+        batch, heads = keys.shape[:2]
+        chosen = kept.indices.flatten(0, 1)  # [B·H, K]
+        held = chosen != FILLER
+        lane = torch.arange(batch * heads, device=keys.device)[:, None].expand_as(chosen)[held]
+        token = chosen[held]
+        lens = held.sum(-1)
+        b, h = lane // heads, lane % heads
+        return cls(keys[b, h, token], values[b, h, token], lens.cumsum(0) - lens, lens, batch=batch)
+
+    def append(self, keys: Tensor, values: Tensor, real: Tensor | None = None, *, reserve: int = 0) -> None:
+        """Write new tokens behind each lane's own.
+
+        Args:
+            keys: [B, H, T, D]; values: [B, H, T, Dv].
+            real: [B, T] bool, False at a pad, which is not stored; pads are leftmost. None when there is none.
+            reserve: tokens after these that a growth makes room for at once; 0 where nobody said how many will come.
+        """
+        new = keys.shape[2]
+        if new > self.room:
+            self._grow(max(new + reserve, ROOM))
+        self.keys, self.values = writable(self.keys, keys), writable(self.values, values)
+        self.lens = writable(self.lens, self.lens)
+        if real is not None or not self._append_at_once(keys, values):
+            self._append_each(keys, values, real)
+        if real is not None:
+            self.real = torch.cat([self.columns(), real], 1)
+        self.room -= new
+        self.appended += new
+
+    def _append_each(self, keys: Tensor, values: Tensor, real: Tensor | None) -> None:
+        """Write and count by torch's operations."""
+        new = keys.shape[2]
+        place = torch.arange(new, device=keys.device)
+        shown = None if real is None else real.repeat_interleave(self.heads, 0)  # [B·H, T]
+        pads = 0 if shown is None else new - shown.sum(-1, keepdim=True)
+        slots = (self.starts + self.lens)[:, None] + place - pads  # [B·H, T]
+        flat_keys, flat_values = keys.reshape(-1, keys.shape[3]), values.reshape(-1, values.shape[3])
+        if shown is not None:
+            slots, flat_keys, flat_values = slots[shown], flat_keys[shown.flatten()], flat_values[shown.flatten()]
+        self.keys.index_copy_(0, slots.flatten(), flat_keys.to(self.keys.dtype))
+        self.values.index_copy_(0, slots.flatten(), flat_values.to(self.values.dtype))
+        self.lens += new if shown is None else shown.sum(-1)
+
+    def _append_at_once(self, keys: Tensor, values: Tensor) -> bool:
+        """Whether one launch wrote the new tokens and counted them."""
+        step = kernels_on(keys.device, "step")
+        if step is None or keys.shape[2] > step.MOST_TOKENS or not keys.dtype == values.dtype == self.keys.dtype:
+            return False
+        step.append(keys, values, (self.keys, self.values), self.starts, self.lens)
+        return True
+
+    def attend(
+        self,
+        q: Tensor,
+        *,
+        scale: float,
+        softcap: float | None = None,
+        sink_logits: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of the newest tokens over everything stored; causal among themselves.
+
+        Args:
+            q: [B, HQ, T, D], the queries of the last T tokens appended; a lane sees the stored tokens up to each.
+            softcap: c of c·tanh(s/c) on the scaled logits; sink_logits: [HQ], as in `AttentionWindow`.
+
+        Returns:
+            [B, HQ, T, Dv] in q's dtype. Rows of queries that were pads hold nothing of use.
+        """
+        kernel = kernels_on(q.device, "decode")
+        if kernel is None or kernel.unsupported(q, self.keys, self.values) is not None:
+            with without_autocast(q.device):
+                return self._attend_in_tiles(q, scale, softcap, sink_logits)
+        if self._splits is None:
+            self._splits = kernel.plan(self.starts, self._capacity())
+        attended: Tensor = kernel.attend(
+            q, self.keys, self.values, self.lens, self._splits,
+            scale=scale, softcap=softcap, sink_logits=sink_logits,
+        )  # fmt: skip
+        return attended
+
+    def _attend_in_tiles(self, q: Tensor, scale: float, softcap: float | None, sink_logits: Tensor | None) -> Tensor:
+        """Lane by lane, a tile of keys at a time, in at least float32."""
+        wide = torch.promote_types(q.dtype, torch.float32)
+        new, width = q.shape[2], self.values.shape[1]
+        group = q.shape[1] // self.heads
+        rows = q.reshape(-1, group * new, q.shape[3]).to(wide) * scale  # [B·H, g·T, D]
+        out = torch.empty(rows.shape[0], group * new, width, dtype=wide, device=q.device)
+        sinks = None if sink_logits is None else sink_logits.to(wide).view(-1, group).repeat_interleave(new, 1)
+        behind = torch.arange(new - 1, -1, -1, device=q.device).repeat(group)  # tokens appended after each row's own
+        item = torch.finfo(wide).bits // 8
+        tile = max(16, TILE_BYTES // (item * (2 * group * new + q.shape[3] + width)))
+        for lane, (start, length) in enumerate(zip(self.starts.tolist(), self.lens.tolist(), strict=True)):
+            sink = None if sinks is None else sinks[lane % self.heads]
+            m = rows.new_full((group * new,), -torch.inf) if sink is None else sink
+            total = torch.zeros_like(m) if sink is None else torch.ones_like(m)
+            acc = out.new_zeros(group * new, width)
+            for low in range(0, length, tile):
+                high = min(low + tile, length)
+                s = rows[lane] @ self.keys[start + low : start + high].to(wide).T
+                if softcap is not None:
+                    s = torch.tanh(s / softcap) * softcap
+                if high > length - new:
+                    s = s.masked_fill(torch.arange(low, high, device=q.device) >= length - behind[:, None], -torch.inf)
+                m_new = torch.maximum(m, s.amax(-1))
+                safe = m_new.masked_fill(m_new == -torch.inf, 0.0)
+                e, decay = torch.exp(s - safe[:, None]), torch.exp(m - safe)
+                acc = acc * decay[:, None] + e @ self.values[start + low : start + high].to(wide)
+                total, m = total * decay + e.sum(-1), m_new
+            out[lane] = acc / total.where(total > 0, 1.0)[:, None]
+        return out.view(q.shape[0], -1, new, width).to(q.dtype)
+
+    def right_aligned(self) -> tuple[Tensor, Tensor]:
+        """Keys [B, H, L, D] and values [B, H, L, Dv], L the longest lane; left of a lane's tokens lies anything."""
+        longest = int(self.lens.max())
+        place = torch.arange(longest, device=self.lens.device)
+        slots = (self.starts + self.lens)[:, None] - longest + place
+        slots = slots.clamp_min(0)
+        shape = (self.batch, self.heads, longest)
+        return self.keys[slots].view(*shape, -1), self.values[slots].view(*shape, -1)
+
+    def refill(self, keys: Tensor, values: Tensor, lens: Tensor) -> None:
+        """Replace what the lanes hold by fewer tokens; storage stays, and what is freed becomes room.
+
+        Args:
+            keys: [B, H, K, D]; values: [B, H, K, Dv]; the last lens[r] of each lane are its tokens.
+            lens: [B·H] int64, none above what the lane holds.
+        """
+        place = torch.arange(keys.shape[2], device=keys.device)
+        held = place >= keys.shape[2] - lens[:, None]
+        slots = (self.starts[:, None] + place - (keys.shape[2] - lens)[:, None])[held]
+        self.keys, self.values = writable(self.keys, keys), writable(self.values, values)
+        self.lens = writable(self.lens, lens)
+        self.keys.index_copy_(0, slots, keys.flatten(0, 1)[held])
+        self.values.index_copy_(0, slots, values.flatten(0, 1)[held])
+        self.lens.copy_(lens)
+        self.room, self.appended, self.real = int((self._capacity() - lens).min()), 0, None
+
+    def crop(self, number: int) -> None:
+        """Take back the newest `number` columns: from each lane the tokens among them, which pads are not.
+
+        Raises:
+            ValueError: that reaches into what the prompt's eviction left.
+        """
+        if number > self.appended:
+            raise ValueError(
+                f"crop: expected to remove at most the {self.appended} tokens after the evicted prompt, got {number}"
+            )
+        left = self.appended - number
+        self.lens = writable(self.lens, self.lens)
+        if self.real is None or left >= self.real.shape[1]:
+            self.lens -= number
+        else:
+            self.lens -= self.columns()[:, left:].sum(1).repeat_interleave(self.heads)
+            self.real = self.real[:, :left] if left else None
+        self.room += number
+        self.appended = left
+
+    def columns(self) -> Tensor:
+        """[B, appended] bool: which columns given since the prompt are tokens of each row, not pads."""
+        shown = torch.ones(self.batch, self.appended, dtype=torch.bool, device=self.lens.device)
+        if self.real is not None:
+            shown[:, : self.real.shape[1]] = self.real
+        return shown
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Batch rows in a new order, repeated or left out: what beams, repeats and selections of a batch need.
+
+        Args:
+            rows: [B'] int64 batch rows.
+        """
+        lanes = rows.to(self.lens.device)[:, None] * self.heads + torch.arange(self.heads, device=self.lens.device)
+        self.batch = rows.shape[0]
+        self.real = None if self.real is None else self.real[rows.to(self.real.device)]
+        self._move(lanes.flatten(), self.room)
+
+    def shrink(self, keep: Tensor) -> None:
+        """Keep only some tokens of every lane; before any is appended.
+
+        Args:
+            keep: [S] bool over the flat slots.
+        """
+        if self.appended or self.room:
+            raise RuntimeError("a store shrinks before new tokens come")
+        # every slot is filled here, so that counting by lane is counting by span
+        before = torch.nn.functional.pad(keep.long().cumsum(0), (1, 0))
+        lens = before[self.starts + self.lens] - before[self.starts]
+        self.keys, self.values = self.keys[keep], self.values[keep]
+        self._layout(lens, 0)
+
+    def lanes(self) -> Tensor:
+        """[S] int64: which lane each slot belongs to."""
+        lanes = torch.arange(self.lens.shape[0], device=self.lens.device)
+        return lanes.repeat_interleave(self.lens + self.room)
+
+    def padded(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys [B, H, L, D] and values [B, H, L, Dv], left-aligned, and which slots hold a token [B, H, L] bool.
+
+        A copy of the longest lane's size; for looking at, not for decoding.
+        """
+        longest = int(self.lens.max())
+        place = torch.arange(longest, device=self.lens.device)
+        held = place < self.lens[:, None]
+        slots = torch.where(held, self.starts[:, None] + place, 0)
+        shape = (self.batch, self.heads, longest)
+        return (
+            self.keys[slots].masked_fill(~held[..., None], 0.0).view(*shape, -1),
+            self.values[slots].masked_fill(~held[..., None], 0.0).view(*shape, -1),
+            held.view(shape),
+        )
+
+    def tensors(self) -> list[Tensor]:
+        """Everything that is held in memory."""
+        return [self.keys, self.values, self.starts, self.lens]
+
+    def state(self) -> dict[str, Tensor]:
+        """The store as plain tensors, for safetensors or torch.save."""
+        numbers = torch.tensor([self.batch, self.room, self.appended], device="cpu")
+        state = {"keys": self.keys, "values": self.values, "starts": self.starts, "lens": self.lens, "numbers": numbers}
+        return state if self.real is None else {**state, "real": self.real}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Tensor]) -> RaggedStore:
+        """The store that `state` described.
+
+        Raises:
+            ValueError: a tensor is missing, or spans lie outside the flat storage.
+        """
+        names = ("keys", "values", "starts", "lens", "numbers")
+        if missing := [name for name in names if name not in state]:
+            raise ValueError(f"state: expected the tensors {', '.join(names)}, got none named {', '.join(missing)}")
+        batch, room, appended = (int(n) for n in state["numbers"])
+        starts, lens = state["starts"], state["lens"]
+        slots = min(state["keys"].shape[0], state["values"].shape[0])
+        if starts.shape != lens.shape or lens.shape[0] % batch or bool((starts + lens + room > slots).any()):
+            raise ValueError(f"state: expected lanes inside {slots} slots, got others")
+        store = cls(state["keys"], state["values"], starts, lens, batch=batch, room=room, appended=appended)
+        store.real = state.get("real")
+        return store
+
+    @classmethod
+    def cat(cls, stores: Sequence[RaggedStore], *, appended: int | None = None) -> RaggedStore:
+        """The rows of several stores as one, without room; the stores stay as they are.
+
+        Args:
+            appended: columns that `crop` may take back, pads on the left of rows that have fewer; None: as many as
+                every store has.
+        """
+        appended = min(store.appended for store in stores) if appended is None else appended
+        packed = [store._filled() for store in stores]
+        lens = torch.cat([store.lens for store in stores])
+        joined = cls(
+            torch.cat([s.keys[slots] for s, slots in zip(stores, packed, strict=True)]),
+            torch.cat([s.values[slots] for s, slots in zip(stores, packed, strict=True)]),
+            lens.cumsum(0) - lens,
+            lens,
+            batch=sum(store.batch for store in stores),
+            appended=appended,
+        )
+        if any(store.real is not None or store.appended < appended for store in stores):
+            columns = [store.columns()[:, max(0, store.appended - appended) :] for store in stores]
+            joined.real = torch.cat([torch.nn.functional.pad(x, (appended - x.shape[1], 0)) for x in columns])
+        return joined
+
+    def _filled(self) -> Tensor:
+        """[Σ lens] int64: the slots that hold a token, lane after lane."""
+        ends = self.lens.cumsum(0)
+        lane = torch.repeat_interleave(self.lens)
+        return torch.arange(lane.shape[0], device=lane.device) - (ends - self.lens - self.starts)[lane]
+
+    def to(self, device: torch.device | str) -> None:
+        """Move everything to a device."""
+        self.keys, self.values = self.keys.to(device), self.values.to(device)
+        self.starts, self.lens, self._splits = self.starts.to(device), self.lens.to(device), None
+        self.real = None if self.real is None else self.real.to(device)
+
+    def _capacity(self) -> Tensor:
+        """[B·H] int64: slots from each lane's start to the next lane's."""
+        return torch.diff(self.starts, append=self.starts.new_full((1,), self.keys.shape[0]))
+
+    def _grow(self, room: int) -> None:
+        self._move(torch.arange(self.lens.shape[0], device=self.lens.device), room)
+
+    def _move(self, lanes: Tensor, room: int) -> None:
+        """New flat storage with these lanes and that much room behind each."""
+        lens, old = self.lens[lanes], self.starts[lanes]
+        capacity = lens + room
+        ends = capacity.cumsum(0)
+        slots = int(ends[-1])
+        lane = torch.repeat_interleave(capacity, output_size=slots)
+        source = torch.arange(slots, device=lens.device) - (ends - capacity)[lane] + old[lane]
+        if self.keys.shape[0] == 0:  # no lane holds a token, as an allocation over layers may have it
+            self.keys, self.values = (x.new_empty(slots, x.shape[1]) for x in (self.keys, self.values))
+        else:
+            # a lane's room is filled with whatever follows it: it is never read before it is written
+            source = source.clamp_max_(self.keys.shape[0] - 1)
+            with torch.inference_mode(False):  # they are written later, perhaps outside
+                self.keys, self.values = self.keys[source], self.values[source]
+        self._layout(lens, room)
+
+    def _layout(self, lens: Tensor, room: int) -> None:
+        capacity = lens + room
+        self.lens, self.starts, self.room, self._splits = lens, capacity.cumsum(0) - capacity, room, None

@@ -1,0 +1,1 @@
+"""What an engine's plug-in decides without importing the engine."""

@@ -1,0 +1,1 @@
+"""All that is known of transformers: attention hooks, masks, model parts, generation, loading."""

@@ -1,0 +1,290 @@
+"""How a budget is spread over the heads of a layer and over the layers; totals are exact for every rule.
+
+A budget of `n_keep` tokens a head holds `fixed` always-kept ones, the same for every head; the others are *free* and
+are what a rule spreads. H heads of a layer keep H·n_keep tokens together, L layers L times as many.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from fractions import Fraction
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from decantkv.base.options import Allocation, expect_fraction
+from decantkv.base.transfer import to_device
+from decantkv.selection.tensor_parallel import Peers, wins_of_rows
+from decantkv.selection.topk import keep_highest, wins
+
+
+@dataclass(frozen=True)
+class AllocationRule:
+    """Each head the same number: "uniform", and the base of all others.
+
+    Attributes:
+        ragged: heads may keep different numbers of tokens.
+        by_layer: layers may.
+        over_layers: layers compete, so a layer's share is known only when the last one has been seen.
+    """
+
+    name: ClassVar[str] = "uniform"
+    ragged: ClassVar[bool] = False
+    by_layer: ClassVar[bool] = False
+    over_layers: ClassVar[bool] = False
+
+    def describe(self) -> str:
+        """The rule with its settings, for reports: `ada(alpha=0.2)`."""
+        options = ", ".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self))
+        return f"{self.name}({options})" if options else self.name
+
+    def layer_budget(self, n_keep: int, fixed: int, length: int, layer: int, layers: int) -> int:
+        """Tokens a head keeps in layer number `layer` of `layers`, `n_keep` being the mean over them.
+
+        Raises:
+            ValueError: the layer would keep nothing.
+        """
+        return n_keep
+
+    def head_counts(self, priority: Tensor, n_keep: list[int], fixed: list[int], peers: Peers | None = None) -> Tensor:
+        """Tokens each head keeps.
+
+        Args:
+            priority: [B, H, N], +inf at the always-kept keys, −inf at pads.
+            n_keep, fixed: a number per batch row.
+            peers: processes that hold the layer's other heads, which take part where heads compete.
+
+        Returns:
+            [B, H] int64; rows sum to H·n_keep, over all peers' heads.
+        """
+        return to_device(n_keep, priority.device)[:, None].expand(priority.shape[:2])
+
+
+@dataclass(frozen=True)
+class Shared(AllocationRule):
+    """One token set for all heads of a layer: what paged serving engines can store."""
+
+    name: ClassVar[str] = "shared"
+
+
+@dataclass(frozen=True)
+class Ada(AllocationRule):
+    """Ada-KV (arXiv 2407.11550), the authors' interpolation: (1 − α)·c_h + α·B free tokens for head h.
+
+    c_h counts the head's keys among the layer's H·B highest, B = n_keep − fixed. The authors round each head and
+    floor α·B; here the largest remainder rounds, so that totals are exact: at most two tokens a head apart, one where
+    α·B is whole.
+
+    Attributes:
+        alpha: the share that every head gets alike; 0 is one contest of all heads, 1 is uniform.
+    """
+
+    name: ClassVar[str] = "ada"
+    ragged: ClassVar[bool] = True
+
+    alpha: float = 0.2
+
+    def __post_init__(self) -> None:
+        expect_fraction(f"{type(self).__name__}.alpha", self.alpha)
+
+    def head_counts(self, priority: Tensor, n_keep: list[int], fixed: list[int], peers: Peers | None = None) -> Tensor:
+        """[B, H] int64: what a head wins in the contest, pulled towards the mean by α."""
+        alpha, heads = _exact(self.alpha), _heads(priority, peers)
+        free = priority.masked_fill(priority == torch.inf, -torch.inf)
+        budgets = [number - always for number, always in zip(n_keep, fixed, strict=True)]
+        won = wins_of_rows(free, [budget * heads for budget in budgets], peers)
+        free_each, always = (to_device(numbers, won.device)[:, None] for numbers in (budgets, fixed))
+        parts = (alpha.denominator - alpha.numerator) * won + alpha.numerator * free_each
+        return _own(always + _largest_remainder(parts, alpha.denominator, free_each * heads), peers)
+
+
+@dataclass(frozen=True)
+class Heads(Ada):
+    """One contest of all heads of a layer, no head being guaranteed anything: "ada" with α = 0."""
+
+    name: ClassVar[str] = "heads"
+
+    alpha: float = 0.0
+
+
+@dataclass(frozen=True)
+class AdaKvpress(AllocationRule):
+    """Ada-KV as kvpress has it: every head its own ⌊α·n_keep⌋ highest, the rest to the highest of the layer.
+
+    Attributes:
+        alpha: the guaranteed share, always-kept tokens included.
+    """
+
+    name: ClassVar[str] = "ada-kvpress"
+    ragged: ClassVar[bool] = True
+
+    alpha: float = 0.2
+
+    def __post_init__(self) -> None:
+        expect_fraction("AdaKvpress.alpha", self.alpha)
+
+    def head_counts(self, priority: Tensor, n_keep: list[int], fixed: list[int], peers: Peers | None = None) -> Tensor:
+        """[B, H] int64: the guarantee and what is won beyond it."""
+        alpha, heads = _exact(self.alpha), _heads(priority, peers)
+        safe = [max(int(alpha * number), always) for number, always in zip(n_keep, fixed, strict=True)]
+        own = torch.tensor(safe, device=priority.device)[:, None].expand(priority.shape[:2])
+        lifted = keep_highest(priority, by=priority, counts=own, to=torch.inf)  # a method's first stage is lifted too
+        return _own(wins_of_rows(lifted, [number * heads for number in n_keep], peers), peers)
+
+
+@dataclass(frozen=True)
+class Pyramid(AllocationRule):
+    """PyramidKV (arXiv 2406.02069): free tokens fall linearly from 2B − B/β in the first layer to B/β in the last.
+
+    Where the first layer would exceed the prompt it takes all of it and the last one keeps the mean, as the authors
+    do. Whole numbers by largest remainder.
+
+    Attributes:
+        beta: how steep; the authors' is 20.
+    """
+
+    name: ClassVar[str] = "pyramid"
+    by_layer: ClassVar[bool] = True
+
+    beta: float = 20.0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.beta, bool) or not isinstance(self.beta, int | float):
+            raise TypeError(f"Pyramid.beta: expected a number of at least 1, got {self.beta!r}")
+        if not self.beta >= 1:  # NaN included
+            raise ValueError(f"Pyramid.beta: expected a number of at least 1, got {self.beta!r}")
+
+    def layer_budget(self, n_keep: int, fixed: int, length: int, layer: int, layers: int) -> int:
+        """The layer's point on the line."""
+        if layers == 1 or n_keep == length:
+            return n_keep
+        budget, most = Fraction(n_keep - fixed), Fraction(length - fixed)
+        first = min(2 * budget - budget / _exact(self.beta), most)
+        step = (2 * first - 2 * budget) / (layers - 1)
+        exact = [first - i * step for i in range(layers)]
+        missing = int(budget) * layers - sum(math.floor(x) for x in exact)
+        by_remainder = sorted(range(layers), key=lambda i: (math.floor(exact[i]) - exact[i], i))
+        share = math.floor(exact[layer]) + (layer in by_remainder[:missing])
+        if share + fixed == 0:
+            raise ValueError(
+                f"budget: expected enough for every layer to keep a token under pyramid allocation, got {n_keep} a "
+                f"head of which layer {layer} of {layers} keeps none; raise the budget, lower beta or use 'uniform'"
+            )
+        return share + fixed
+
+
+@dataclass(frozen=True)
+class Layers(AllocationRule):
+    """One budget over all heads of all layers, by each score's share of its layer's total.
+
+    Layers come one after the other, so each takes part in one running contest and gives back what later ones win
+    (`Contest`). The result is that of a single contest; memory never exceeds the final total by more than a layer.
+    """
+
+    name: ClassVar[str] = "layer"
+    ragged: ClassVar[bool] = True
+    over_layers: ClassVar[bool] = True
+
+
+UNIFORM = AllocationRule()
+RULES: dict[str, AllocationRule] = {
+    rule.name: rule for rule in (UNIFORM, Shared(), Ada(), AdaKvpress(), Heads(), Pyramid(), Layers())
+}
+
+
+def resolve_allocation(allocation: Allocation | AllocationRule | str) -> AllocationRule:
+    """A rule from its name, under its authors' settings, or the rule itself.
+
+    Raises:
+        TypeError, ValueError: neither a known name nor a rule.
+    """
+    if isinstance(allocation, AllocationRule):
+        return allocation
+    if not isinstance(allocation, str):
+        raise TypeError(f"allocation: expected a name or an AllocationRule, got {allocation!r}")
+    if allocation not in RULES:
+        raise ValueError(f"allocation: expected one of {', '.join(sorted(RULES))}, got {allocation!r}")
+    return RULES[allocation]
+
+
+def layer_shares(priority: Tensor) -> Tensor:
+    """Scores as shares of their layer's total over its free keys, so that layers can be compared.
+
+    Args:
+        priority: [B, H, N], +inf at always-kept keys, −inf at pads.
+
+    Raises:
+        ValueError: a score below 0, which has no share.
+    """
+    free = priority.masked_fill(~priority.isfinite(), 0.0).double()
+    if bool((free < 0).any()):
+        raise ValueError(
+            "allocation: expected scores that are not negative, which 'layer' compares by their share of the "
+            "layer's total, got negative ones; use 'ada' or 'uniform' with this method"
+        )
+    total = free.sum((1, 2), keepdim=True)
+    shares = free / total.where(total > 0, 1.0)
+    return shares.where(priority.isfinite(), priority.double())
+
+
+class Contest:
+    """The running contest of "layer": what each layer seen so far keeps of the whole model's free tokens."""
+
+    def __init__(self, totals: list[int]) -> None:
+        """`totals`: free tokens that all layers and heads together keep, a number per batch row."""
+        self.totals = totals
+        self._shares: list[Tensor] = []  # per layer [B, H, n] float64, falling; −inf beyond what takes part
+
+    def enter(self, shares: Tensor) -> list[Tensor]:
+        """One more layer takes part.
+
+        Args:
+            shares: [B, H, N] of `layer_shares`.
+
+        Returns:
+            A [B, H] int64 tensor per layer seen so far: how many free tokens each head keeps from here on, never more
+            than before. They are the head's highest.
+        """
+        free = shares.masked_fill(shares == torch.inf, -torch.inf)
+        self._shares.append(free.sort(-1, descending=True).values.cpu())
+        kept = [torch.zeros(s.shape[:2], dtype=torch.int64, device="cpu") for s in self._shares]
+        for row, total in enumerate(self.totals):
+            width = max(s.shape[2] for s in self._shares)
+            lanes = torch.cat([_widened(s[row], width) for s in self._shares])  # [layers·H, width]
+            total = min(total, int((lanes > -torch.inf).sum()))
+            counts = wins(lanes, total).split([s.shape[1] for s in self._shares])
+            for layer, count in enumerate(counts):
+                kept[layer][row] = count
+        self._shares = [s[..., : int(k.max())].clone() for s, k in zip(self._shares, kept, strict=True)]
+        for s, k in zip(self._shares, kept, strict=True):
+            s.masked_fill_(torch.arange(s.shape[2], device=s.device) >= k[..., None], -torch.inf)
+        return kept
+
+
+def _widened(x: Tensor, width: int) -> Tensor:
+    return torch.nn.functional.pad(x, (0, width - x.shape[1]), value=-torch.inf)
+
+
+def _heads(priority: Tensor, peers: Peers | None) -> int:
+    return priority.shape[1] * (1 if peers is None else peers.size)
+
+
+def _own(counts: Tensor, peers: Peers | None) -> Tensor:
+    return counts if peers is None else peers.own(counts)
+
+
+def _largest_remainder(parts: Tensor, denominator: int, totals: Tensor) -> Tensor:
+    """[B, H] whole numbers near parts/denominator that sum to `totals` [B, 1], as the exact quotients do; ties to the
+    lower index.
+    """
+    whole = parts.div(denominator, rounding_mode="floor")
+    missing = totals - whole.sum(-1, keepdim=True)
+    rank = (parts - whole * denominator).argsort(descending=True, stable=True).argsort()
+    return whole + (rank < missing)
+
+
+def _exact(x: float) -> Fraction:
+    """The decimal that a float prints as; at most six digits, so that products stay within int64."""
+    return Fraction(repr(float(x))).limit_denominator(10**6)

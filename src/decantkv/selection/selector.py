@@ -1,0 +1,421 @@
+"""From scores to kept tokens: pool, protect, allocate, take the highest."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from decantkv.base.options import (
+    Allocation,
+    Impl,
+    Pool,
+    PoolScope,
+    Span,
+    expect_choice,
+    expect_int,
+    expect_odd,
+    expect_spans,
+)
+from decantkv.base.transfer import move, to_device
+from decantkv.selection.allocation import AllocationRule, Shared, layer_shares, resolve_allocation
+from decantkv.selection.budget import count, fixed_spans
+from decantkv.selection.tensor_parallel import Peers, mean_over_heads
+from decantkv.selection.topk import FILLER, bounded, highest
+
+__all__ = ["FILLER", "Kept", "Order", "order", "pool_scores", "select"]
+
+Rank = Callable[[Tensor, list[int]], Tensor]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Which tokens stay.
+
+    Attributes:
+        indices: [B, H, K] int64 key indices, ascending; where a row and head keep fewer than K, FILLER (−1) fills
+            up on the left.
+        counts: [B, H] int64 how many each row and head keeps.
+        rows: how many each batch row keeps in every head, where the host knows it and heads agree; else None.
+    """
+
+    indices: Tensor
+    counts: Tensor
+    rows: tuple[int, ...] | None = None
+
+    def valid(self) -> Tensor:
+        """[B, H, K] bool: which slots hold a token and not filler."""
+        return self.indices != FILLER
+
+    def mask(self, kv_len: int) -> Tensor:
+        """[B, H, N] bool: which of the N keys are kept."""
+        slots = torch.where(self.valid(), self.indices, kv_len)
+        kept = torch.zeros(*slots.shape[:2], kv_len + 1, dtype=torch.bool, device=slots.device)
+        return kept.scatter_(2, slots, True)[..., :kv_len]
+
+
+def pool_scores(
+    scores: Tensor,
+    *,
+    pool: Pool,
+    kernel_size: int,
+    lengths: Sequence[int] | None = None,
+    stop: int | None = None,
+) -> Tensor:
+    """Pool scores along keys, stride 1, same length; pads and the array's ends are edges.
+
+    Max pads with −inf; avg pads with zeros and always divides by the kernel size, as DropKV's authors do.
+
+    Args:
+        scores: [B, H, N] float32.
+        lengths: real keys of each batch row, the rest being pads on the left.
+        stop: pool only the keys before `stop`; the others pass through.
+    """
+    if pool == "none" or kernel_size == 1:
+        return scores
+    stop = scores.shape[2] if stop is None else stop
+    head, tail = scores[..., :stop], scores[..., stop:]
+    if stop == 0:
+        return scores
+    edge = -torch.inf if pool == "max" else 0.0
+    pads = _pads(lengths, scores)[..., :stop]
+    head = head.masked_fill(pads, edge)
+    if pool == "max":
+        pooled = F.max_pool1d(head, kernel_size, stride=1, padding=kernel_size // 2)
+    else:
+        pooled = F.avg_pool1d(head, kernel_size, stride=1, padding=kernel_size // 2, count_include_pad=True)
+    return torch.cat([pooled, tail], dim=-1) if tail.shape[-1] else pooled
+
+
+def select(
+    scores: Tensor,
+    *,
+    n_keep: int | Sequence[int],
+    window: int = 0,
+    pool: Pool = "none",
+    kernel_size: int = 1,
+    pool_scope: PoolScope = "all",
+    sinks: int = 0,
+    protect: Sequence[Span] = (),
+    allocation: Allocation | AllocationRule = "uniform",
+    lengths: Sequence[int] | Tensor | None = None,
+    forced_tail: int | Sequence[int] = 0,
+    layer: tuple[int, int] = (0, 1),
+    rank: Rank | None = None,
+    shared: bool = False,
+    impl: Impl = "auto",
+    peers: Peers | None = None,
+) -> Kept:
+    """Choose the tokens to keep.
+
+    Scores are pooled, the protected tokens are taken by index, and the highest of the others fill up to `n_keep`;
+    equal scores are broken by position, the earlier token first. NaN counts as the lowest score, and an infinite score
+    as the largest finite one of its sign (a quarter of the dtype's range; under average pooling that, divided by the
+    kernel size), so that counts and protection hold whatever the scores are.
+
+    Args:
+        scores: [B, H, N] floating point, higher = keep.
+        n_keep: tokens each head keeps, protected ones included; one number, or one per batch row.
+        window: the last tokens, always kept.
+        pool, kernel_size, pool_scope: as in `Method`.
+        sinks: the first real tokens, always kept.
+        protect: spans (start, stop) of real-token positions, always kept.
+        allocation: how the layer's budget is spread over its heads: "uniform"; "shared": one set for all, by their
+            mean score; "ada", "ada-kvpress", "heads": heads compete; "pyramid": lower layers keep more; or a rule.
+            "layer" needs every layer's scores: `order` and `allocation.Contest`.
+        lengths: real keys of each batch row; pads lie on the left and are never chosen.
+        forced_tail: the last tokens, always kept, beside the window: whichever reaches further back counts. One
+            number, or one per batch row.
+        layer: (index, number of layers), for rules that tell layers apart; `n_keep` is the mean over them.
+        rank: turns pooled scores into the order of keeping, given each row's budget; see `Method.rank`.
+        shared: one set for all heads, whatever else the rule says.
+        impl: "auto" takes the fused kernel for scores on CUDA where it covers the rule, "triton" insists on it, any
+            other name is plain torch. Both choose the same tokens.
+        peers: processes that hold the layer's other heads: one set for all heads, and heads that compete, take all of
+            them into account, by one exchange. `rank` must look at one head alone, and `shared` excludes it.
+
+    Raises:
+        TypeError, ValueError: an argument out of its range, `n_keep` below what is protected, or a kernel asked for
+            that cannot serve.
+    """
+    expect_choice("impl", impl, get_args(Impl))
+    task = _Task.check(
+        scores,
+        n_keep=n_keep,
+        window=window,
+        pool=pool,
+        kernel_size=kernel_size,
+        pool_scope=pool_scope,
+        sinks=sinks,
+        protect=protect,
+        allocation=allocation,
+        lengths=lengths,
+        forced_tail=forced_tail,
+        layer=layer,
+        shared=shared,
+    )
+    if impl in ("auto", "triton"):
+        reason = _fused_unsupported(scores, task, rank)
+        if reason is None:
+            return _select_fused(scores, task, peers)
+        if impl == "triton":
+            raise ValueError(f"impl: expected one that can take this selection, got 'triton': {reason}")
+    chosen = _order(scores, task, rank, peers)
+    heads, rule = scores.shape[1], chosen.rule
+    across = None if task.shared else peers  # one set for all heads is agreed on already
+    counts = rule.head_counts(chosen.priority, chosen.n_keep, chosen.fixed, across)
+    if chosen.rule.over_layers:
+        raise ValueError("allocation: expected a rule for one layer's scores, got 'layer', which compares all layers'")
+    most = int(counts.max()) if chosen.rule.ragged else max(chosen.n_keep)
+    indices = highest(chosen.priority, counts, most)
+    rows = None if chosen.rule.ragged else tuple(chosen.n_keep)
+    return Kept(indices.expand(-1, heads, -1), counts.expand(-1, heads), rows)
+
+
+class Order(NamedTuple):
+    """The keys' order of keeping, before budgets are spread over heads.
+
+    Attributes:
+        priority: [B, H or 1, N], +inf at always-kept keys, −inf at pads.
+        n_keep, fixed: tokens each head of a batch row keeps in this layer, and how many of them are always kept.
+        rule: how the budget is spread.
+    """
+
+    priority: Tensor
+    n_keep: list[int]
+    fixed: list[int]
+    rule: AllocationRule
+
+
+def order(
+    scores: Tensor,
+    *,
+    n_keep: int | Sequence[int],
+    window: int = 0,
+    pool: Pool = "none",
+    kernel_size: int = 1,
+    pool_scope: PoolScope = "all",
+    sinks: int = 0,
+    protect: Sequence[Span] = (),
+    allocation: Allocation | AllocationRule = "uniform",
+    lengths: Sequence[int] | Tensor | None = None,
+    forced_tail: int | Sequence[int] = 0,
+    layer: tuple[int, int] = (0, 1),
+    rank: Rank | None = None,
+    shared: bool = False,
+) -> Order:
+    """Pool and protect, but do not choose yet; arguments and errors are `select`'s.
+
+    Under "layer" the priorities are the scores' shares of the layer's total.
+    """
+    task = _Task.check(
+        scores,
+        n_keep=n_keep,
+        window=window,
+        pool=pool,
+        kernel_size=kernel_size,
+        pool_scope=pool_scope,
+        sinks=sinks,
+        protect=protect,
+        allocation=allocation,
+        lengths=lengths,
+        forced_tail=forced_tail,
+        layer=layer,
+        shared=shared,
+    )
+    return _order(scores, task, rank)
+
+
+class _Task(NamedTuple):
+    """A selection's checked arguments, as numbers the host knows."""
+
+    rule: AllocationRule
+    shared: bool
+    pool: Pool
+    kernel_size: int
+    stop: int  # keys before it are pooled
+    rows: list[int]  # real keys of each batch row
+    padded: list[int] | None  # the same, or None when nothing is padded
+    spans: list[tuple[Span, ...]]  # always-kept positions of each row
+    fixed: list[int]  # how many those are
+    n_keep: list[int]
+    tails: list[int]  # last keys always kept, of each row
+    sinks: int
+    protect: tuple[Span, ...]
+
+    @classmethod
+    def check(
+        cls,
+        scores: Tensor,
+        *,
+        n_keep: int | Sequence[int],
+        window: int,
+        pool: Pool,
+        kernel_size: int,
+        pool_scope: PoolScope,
+        sinks: int,
+        protect: Sequence[Span],
+        allocation: Allocation | AllocationRule,
+        lengths: Sequence[int] | Tensor | None,
+        forced_tail: int | Sequence[int],
+        layer: tuple[int, int],
+        shared: bool,
+    ) -> _Task:
+        """Raise TypeError or ValueError for an argument out of its range."""
+        if not isinstance(scores, Tensor) or scores.dim() != 3 or not scores.is_floating_point():
+            got = list(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+            raise ValueError(f"scores: expected a floating-point tensor [batch, KV heads, keys], got {got}")
+        expect_int("window", window, at_least=0)
+        expect_int("sinks", sinks, at_least=0)
+        expect_choice("pool", pool, get_args(Pool))
+        expect_choice("pool_scope", pool_scope, get_args(PoolScope))
+        expect_odd("kernel_size", kernel_size)
+        rule = resolve_allocation(allocation)
+        wanted = expect_spans("protect", protect)
+        batch, _, kv_len = scores.shape
+        rows = _row_lengths(lengths, batch, kv_len)
+        forced = _per_row("forced_tail", forced_tail, batch)
+        tails = [max(window, expect_int("forced_tail", n, at_least=0)) for n in forced]
+        spans = [fixed_spans(n, window=tail, sinks=sinks, protect=wanted) for n, tail in zip(rows, tails, strict=True)]
+        fixed = [count(s) for s in spans]
+        counts = [
+            rule.layer_budget(number, always, length, *layer)
+            for number, always, length in zip(_row_counts(n_keep, rows, fixed), fixed, rows, strict=True)
+        ]
+        return cls(
+            rule=rule,
+            shared=shared or isinstance(rule, Shared),
+            pool=pool,
+            kernel_size=kernel_size,
+            stop=kv_len - min(window, kv_len) if pool_scope == "prefix" else kv_len,
+            rows=rows,
+            padded=None if lengths is None else rows,
+            spans=spans,
+            fixed=fixed,
+            n_keep=counts,
+            tails=tails,
+            sinks=sinks,
+            protect=wanted,
+        )
+
+
+def _order(scores: Tensor, task: _Task, rank: Rank | None, peers: Peers | None = None) -> Order:
+    scores = _finite(scores.float() if scores.dtype.itemsize < 4 else scores, task)
+    if task.shared:
+        scores = mean_over_heads(scores, peers)
+    pooled = pool_scores(scores, pool=task.pool, kernel_size=task.kernel_size, lengths=task.padded, stop=task.stop)
+    protected, pads = _protected(task.spans, task.rows, pooled), _pads(task.padded, pooled)
+    pooled = _marked(pooled, protected, pads)
+    if rank is not None:
+        ranked = rank(pooled, task.n_keep)
+        pooled = _marked(ranked.nan_to_num(torch.finfo(ranked.dtype).min), protected, pads)
+    return Order(layer_shares(pooled) if task.rule.over_layers else pooled, task.n_keep, task.fixed, task.rule)
+
+
+def _fused_unsupported(scores: Tensor, task: _Task, rank: Rank | None) -> str | None:
+    """Why the fused kernel cannot make this selection, or None when it can."""
+    if not scores.is_cuda:
+        return f"the scores are on {scores.device}, the kernel runs on CUDA"
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed (pip install decantkv[triton])"
+    if task.rule.ragged or task.rule.over_layers:
+        return f"the allocation {task.rule.name!r} compares heads or layers"
+    if rank is not None:
+        return "the method chooses in two stages"
+    if scores.dtype != torch.float32:
+        return f"the scores are {scores.dtype}, not float32"
+    return None
+
+
+def _select_fused(scores: Tensor, task: _Task, peers: Peers | None) -> Kept:
+    """The same choice in one pass of the fused kernel, without the host waiting."""
+    from decantkv import kernels
+
+    batch, heads, kv_len = scores.shape
+    device, most, tail = scores.device, max(task.n_keep), min(task.tails)
+    scores = mean_over_heads(_finite(scores, task), peers) if task.shared else scores
+    even = min(task.n_keep) == most
+    counts = scores.new_full((batch, scores.shape[1]), most, dtype=torch.int64)
+    if not even:
+        counts = to_device(task.n_keep, device)[:, None].expand_as(counts).contiguous()
+    start = None
+    if task.padded is not None:
+        start = to_device([kv_len - n for n in task.padded], device)
+    forced = None
+    if task.protect or max(task.tails) > tail:  # sinks and the common tail are numbers to the kernel
+        forced = _protected(task.spans, task.rows, scores)[:, 0]
+    indices = kernels.select_topk(
+        scores.contiguous(),
+        most,
+        counts=None if even else counts,
+        start=start,
+        pool="none" if task.kernel_size == 1 else task.pool,
+        kernel_size=task.kernel_size,
+        pool_stop=None if task.stop == kv_len else task.stop,
+        sinks=task.sinks,
+        window=tail,
+        forced=forced,
+    )
+    return Kept(indices.expand(-1, heads, -1), counts.expand(-1, heads), tuple(task.n_keep))
+
+
+def _finite(scores: Tensor, task: _Task) -> Tensor:
+    """Scores without NaN and infinities, of which pooling can add up as many as it does."""
+    parts = task.kernel_size if task.pool == "avg" else 1
+    return bounded(scores, parts=parts, nan=0.0 if task.rule.over_layers else None)  # shares are not negative
+
+
+def _marked(scores: Tensor, protected: Tensor, pads: Tensor) -> Tensor:
+    """Finite scores with protected tokens at +inf and pads at −inf."""
+    return scores.masked_fill(protected, torch.inf).masked_fill(pads, -torch.inf)
+
+
+def _per_row(argument: str, value: int | Sequence[int], batch: int) -> list[int]:
+    wanted = list(value) if isinstance(value, Sequence) else [value] * batch
+    if len(wanted) != batch:
+        raise ValueError(f"{argument}: expected one number or {batch}, one per batch row, got {len(wanted)}")
+    return wanted
+
+
+def _row_lengths(lengths: Sequence[int] | Tensor | None, batch: int, kv_len: int) -> list[int]:
+    if lengths is None:
+        return [kv_len] * batch
+    rows = [int(n) for n in (lengths.tolist() if isinstance(lengths, Tensor) else lengths)]
+    if len(rows) != batch or not all(1 <= n <= kv_len for n in rows):
+        raise ValueError(f"lengths: expected {batch} numbers from 1 to {kv_len}, got {rows}")
+    return rows
+
+
+def _row_counts(n_keep: int | Sequence[int], rows: list[int], fixed: list[int]) -> list[int]:
+    counts = []
+    for number, length, least in zip(_per_row("n_keep", n_keep, len(rows)), rows, fixed, strict=True):
+        number = min(expect_int("n_keep", number, at_least=1), length)
+        if number < least:
+            raise ValueError(
+                f"n_keep: expected at least {least}, which window, sinks and protect always keep, got {number}"
+            )
+        counts.append(number)
+    return counts
+
+
+def _pads(lengths: Sequence[int] | None, scores: Tensor) -> Tensor:
+    """[B or 1, 1, N] bool: True at a pad."""
+    position = torch.arange(scores.shape[2], device=scores.device)
+    if lengths is None:
+        return torch.zeros_like(position, dtype=torch.bool)[None, None]
+    return position < (scores.shape[2] - to_device(lengths, scores.device))[:, None, None]
+
+
+def _protected(fixed: list[tuple[Span, ...]], rows: list[int], scores: Tensor) -> Tensor:
+    """[B, 1, N] bool: the always-kept keys; spans count from a row's first real token."""
+    kv_len = scores.shape[2]
+    protected = torch.zeros(len(rows), 1, kv_len, dtype=torch.bool, device="cpu")
+    for row, (spans, length) in enumerate(zip(fixed, rows, strict=True)):
+        for start, stop in spans:
+            protected[row, 0, kv_len - length + start : kv_len - length + stop] = True
+    return move(protected, scores.device)
