@@ -7,14 +7,17 @@ import os
 import pty
 import subprocess
 import sys
+from importlib.metadata import EntryPoint
 
 import pytest
+import typer
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import decantkv
+from decantkv import cli
 from decantkv.base.options import reason_of
 from decantkv.cli import main
 from decantkv.hf.loading import load
@@ -240,3 +243,22 @@ def test_a_gguf_without_its_package_names_the_extra(capsys, text, monkeypatch):
     assert code == 2
     assert "[gguf]" in err
     assert err.count("\n") == 1
+
+
+def test_other_packages_add_commands_by_an_entry_point(monkeypatch, capsys):
+    def hello() -> None:
+        print("hello")
+
+    def added(entries):
+        return lambda group: [EntryPoint(name, f"{__name__}:{name}", group) for name in entries]
+
+    monkeypatch.setattr(sys.modules[__name__], "hello", hello, raising=False)
+    monkeypatch.setattr(cli, "app", typer.Typer())
+    monkeypatch.setattr(cli, "entry_points", added(["hello"]))
+    commands = cli.build.__wrapped__().commands
+    commands["hello"].callback()
+    assert capsys.readouterr().out == "hello\n"
+    assert {*cli.COMMANDS, "hello"} == {*commands}
+    monkeypatch.setattr(cli, "entry_points", added(["eval"]))
+    with pytest.raises(ValueError, match=r"decantkv.commands: expected names that are free, got eval"):
+        cli.build.__wrapped__()

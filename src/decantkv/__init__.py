@@ -69,10 +69,10 @@ __all__ = [
 ]
 
 _HOME = {
-    **dict.fromkeys(("Ada", "AdaKvpress", "Pyramid"), "allocation"),
-    **dict.fromkeys(("EvictingCache", "cache_argument"), "cache"),
-    **dict.fromkeys(("Run", "attach"), "integration"),
-    **dict.fromkeys(("Kept", "select"), "selection"),
+    **dict.fromkeys(("Ada", "AdaKvpress", "Pyramid"), "selection.allocation"),
+    **dict.fromkeys(("EvictingCache", "cache_argument"), "cache.evicting_cache"),
+    **dict.fromkeys(("Run", "attach"), "attachment"),
+    **dict.fromkeys(("Kept", "select"), "selection.selector"),
     "score": "api",
 }
 

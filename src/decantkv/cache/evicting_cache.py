@@ -8,7 +8,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,6 @@ from decantkv.cache.positions import UNBOUNDED, Bounds, Decode
 from decantkv.cache.ragged_layer import LayerContest, RaggedLayer
 from decantkv.cache.report import Recorder, Report, storage_bytes
 from decantkv.cache.stores.inner import Inner
-from decantkv.decode.graphs import StepGraphs
 from decantkv.hf import attention_hook
 from decantkv.hf.attention_hook import Hold
 from decantkv.hf.door import checked_model, reads_again, text_config
@@ -56,6 +55,9 @@ __all__ = [
     "text_config",
     "window_of",
 ]
+
+if TYPE_CHECKING:
+    from decantkv.decode.graphs import StepGraphs
 
 _serial = itertools.count()
 

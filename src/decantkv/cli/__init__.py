@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-import importlib
-import importlib.util
 import sys
+from importlib.metadata import EntryPoint, entry_points
 from typing import Annotated, Any
 
 import typer
@@ -44,33 +43,38 @@ def _options(
 # click's base of usage errors, which typer brings along from some version on and imports in others
 UsageProblem: Any = typer.BadParameter.__mro__[2]
 
-COMMANDS = (  # register themselves on `app`
-    "decantkv.cli.generate",
-    "decantkv.cli.methods",
-    "decantkv.cli.plan",
-    "decantkv.cli.doctor",
-)
-FUNCTIONS = {
-    "verify": "decantkv.lab.theory.cli",
-    "show": "decantkv.lab.show.cli",
-    "report": "decantkv.lab.report.cli",
-}  # a function of that name
-GROUPS = {  # an `app` of their own
-    "eval": "decantkv.lab.eval.cli",
-    "bench": "decantkv.lab.bench.cli",
-    "generation": "decantkv.lab.bench.generation_cli",
+# a function is a command, a Typer app a group of them
+COMMANDS = {
+    "generate": "decantkv.cli.generate:generate",
+    "methods": "decantkv.cli.methods:methods",
+    "plan": "decantkv.lab.sizing_cli:plan",
+    "doctor": "decantkv.lab.diagnosis_cli:doctor",
+    "verify": "decantkv.lab.theory.cli:verify",
+    "show": "decantkv.lab.show.cli:show",
+    "report": "decantkv.lab.report.cli:report",
+    "eval": "decantkv.lab.eval.cli:app",
+    "bench": "decantkv.lab.bench.cli:app",
+    "generation": "decantkv.lab.bench.generation_cli:app",
 }
+OTHERS = "decantkv.commands"  # the entry-point group by which other packages add commands
 
 
 @functools.cache
 def build() -> Any:
-    """The command with all its subcommands."""
-    for module in COMMANDS:
-        importlib.import_module(module)
-    for name, module in FUNCTIONS.items():
-        app.command(name)(getattr(importlib.import_module(module), name))
-    for name, module in GROUPS.items():
-        app.add_typer(importlib.import_module(module).app, name=name)
+    """The command with all its subcommands, those of other packages included.
+
+    Raises:
+        ValueError: another package's command has the name of one of ours.
+    """
+    added = list(entry_points(group=OTHERS))
+    if taken := sorted({entry.name for entry in added} & set(COMMANDS)):
+        raise ValueError(f"{OTHERS}: expected names that are free, got {', '.join(taken)}")
+    for entry in (*(EntryPoint(name, where, OTHERS) for name, where in COMMANDS.items()), *added):
+        command = entry.load()
+        if isinstance(command, typer.Typer):
+            app.add_typer(command, name=entry.name)
+        else:
+            app.command(entry.name)(command)
     return typer.main.get_command(app)
 
 

@@ -16,14 +16,12 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from decantkv.base.terminal import Console, write
-from decantkv.cli import app
 from decantkv.hf.context import check_context
 
 if TYPE_CHECKING:
     from decantkv.selection.budget import Budget
 
 
-@app.command()
 def generate(
     model: Annotated[str, typer.Option(help="A model id, a model folder, or a .gguf file.")],
     prompt_file: Annotated[Path, typer.Option(help="UTF-8 text to read; - for standard input.")],

@@ -11,14 +11,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from decantkv.base.terminal import Console
-from decantkv.cli import app
 
 # what a terminal has room for, a wide and a narrow one; --json prints everything
 _WIDE = ("name", "kind", "score", "keeps", "pooling", "allocation", "cost", "needs", "source")
 _NARROW = ("name", "kind", "score", "keeps", "needs")
 
 
-@app.command()
 def methods(as_json: Annotated[bool, typer.Option("--json", help="Print JSON rows.")] = False) -> None:
     """List the methods: what they score, what they keep, their authors' settings, and what they need to see."""
     from decantkv.methods.table import table

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
@@ -13,7 +13,9 @@ from decantkv.kernels.blocks import Device, padded_dim
 from decantkv.kernels.launcher import on_device
 from decantkv.kernels.plan import device_of, precision_of, whole_heads_misfit
 from decantkv.kernels.primitives import LOG2E, dot, finite, logit_factors, normal_or_zero, to_logits2
-from decantkv.scoring.window import Denominators
+
+if TYPE_CHECKING:
+    from decantkv.scoring.window import Denominators
 
 
 class Tiles(NamedTuple):

@@ -10,12 +10,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from decantkv.selection.topk import BOUND
+from decantkv.base.selection_numbers import BOUND, FILLER
 
 NO_POOL, MAX_POOL, AVG_POOL = 0, 1, 2
 _MAX_POOL = tl.constexpr(MAX_POOL)
 _AVG_POOL = tl.constexpr(AVG_POOL)
-FILLER = -1
 _FILLER = tl.constexpr(FILLER)
 _LIMIT = tl.constexpr(3.4028234663852886e38 / BOUND)
 DIGIT_BINS = 256  # a histogram's cost grows with its bins: four digits of 8 bits beat three of 11

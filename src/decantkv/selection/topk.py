@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-FILLER = -1
-BOUND = 4  # scores reach a 1/BOUND of the largest number; what outranks every score lies above
+from decantkv.base.selection_numbers import BOUND, FILLER
+
+__all__ = ["BOUND", "FILLER", "bounded", "highest", "keep_highest"]
 
 
 def bounded(scores: Tensor, *, parts: int = 1, nan: float | None = None) -> Tensor:

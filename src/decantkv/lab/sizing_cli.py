@@ -9,11 +9,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from decantkv.base.terminal import Console
-from decantkv.cli import app
 from decantkv.hf.context import check_context
 
 
-@app.command()
 def plan(
     model: Annotated[
         str, typer.Option(help="A model id, a model folder, a config.json or a .gguf file; no weights are read.")

@@ -10,10 +10,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from decantkv.base.terminal import Console
-from decantkv.cli import app
 
 
-@app.command()
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
     """Say what this machine has, and what of decantkv will and will not work here, with the reason."""
     from decantkv.lab.diagnosis import examine
