@@ -30,8 +30,9 @@ if TYPE_CHECKING:
         Sliding,
         SnapKV,
         Streaming,
+        register_method,
     )
-    from decantkv.selection.allocation import Ada, AdaKvpress, Pyramid
+    from decantkv.selection.allocation import Ada, AdaKvpress, AllocationRule, Pyramid, register_allocation
     from decantkv.selection.selector import Kept, select
 
 __version__ = "0.1.0"
@@ -44,6 +45,7 @@ __all__ = [
     "AdaDropKV",
     "AdaKV",
     "AdaKvpress",
+    "AllocationRule",
     "AnDPro",
     "AnDProChunks",
     "CriticalKV",
@@ -64,12 +66,14 @@ __all__ = [
     "Streaming",
     "attach",
     "cache_argument",
+    "register_allocation",
+    "register_method",
     "score",
     "select",
 ]
 
 _HOME = {
-    **dict.fromkeys(("Ada", "AdaKvpress", "Pyramid"), "selection.allocation"),
+    **dict.fromkeys(("Ada", "AdaKvpress", "AllocationRule", "Pyramid", "register_allocation"), "selection.allocation"),
     **dict.fromkeys(("EvictingCache", "cache_argument"), "cache.evicting_cache"),
     **dict.fromkeys(("Run", "attach"), "attachment"),
     **dict.fromkeys(("Kept", "select"), "selection.selector"),

@@ -14,6 +14,10 @@ Pool = Literal["max", "avg", "none"]
 PoolScope = Literal["all", "prefix"]
 Allocation = Literal["uniform", "shared", "ada", "ada-kvpress", "heads", "pyramid", "layer"]
 Span = tuple[int, int]
+RUN_OPTIONS = (  # keyword arguments of `attach` and `EvictingCache`, whatever the method
+    "budget", "allocation", "sinks", "protect", "impl", "prefill_chunk", "max_kv_tokens", "every", "decode_budget",
+    "protect_prompt", "decode", "store", "reuse_lse",
+)  # fmt: skip
 
 
 def reason_of(error: Exception) -> str:

@@ -26,8 +26,8 @@ from decantkv.cache.file_checks import check_layers, understood
 from decantkv.cache.layer import PromptLayer
 from decantkv.cache.ragged_layer import RaggedLayer
 from decantkv.cache.stores.ragged import RaggedStore
-from decantkv.methods import METHODS
-from decantkv.selection.allocation import RULES, AllocationRule
+from decantkv.methods import known_methods, resolve
+from decantkv.selection.allocation import known_allocations, resolve_allocation
 from decantkv.selection.budget import Budget
 from decantkv.selection.selector import Kept
 from decantkv.settings import Settings
@@ -40,13 +40,18 @@ def settings_as_dict(settings: Settings) -> dict[str, Any]:
     """Settings as JSON can hold them; `settings_from_dict` reads them.
 
     Raises:
-        ValueError: a method or an allocation that is not decantkv's own.
+        ValueError: a method or an allocation that is not registered.
     """
     method, rule, budget = settings.method, settings.allocation, settings.budget
-    if METHODS.get(method.name) is not type(method):
-        raise ValueError(f"method: expected one of decantkv's own in a file, got {type(method).__name__}")
-    if type(RULES.get(rule.name)) is not type(rule):
-        raise ValueError(f"allocation: expected one of decantkv's own in a file, got {type(rule).__name__}")
+    if known_methods().get(method.name) is not type(method):
+        raise ValueError(
+            f"method: expected one that is registered (decantkv.register_method) in a file, got {type(method).__name__}"
+        )
+    if type(known_allocations().get(rule.name)) is not type(rule):
+        raise ValueError(
+            "allocation: expected one that is registered (decantkv.register_allocation) in a file, got "
+            f"{type(rule).__name__}"
+        )
     return {
         "method": {"name": method.name, **dataclasses.asdict(method)},
         "allocation": {"name": rule.name, **dataclasses.asdict(rule)},
@@ -60,11 +65,11 @@ def settings_as_dict(settings: Settings) -> dict[str, Any]:
 def settings_from_dict(saved: Mapping[str, Any]) -> Settings:
     """The settings that `settings_as_dict` wrote."""
     method, rule = dict(saved["method"]), dict(saved["allocation"])
-    kind: type[AllocationRule] = type(RULES[rule.pop("name")])
+    kind = type(resolve_allocation(rule.pop("name")))
     budget, spans = saved["budget"], [(int(a), int(b)) for a, b in saved["protect"]]
     protect: Sequence[Span] = spans
     return Settings.parse(
-        METHODS[method.pop("name")](**method),
+        resolve(method.pop("name"), **method),
         budget=Budget.of_share(budget) if isinstance(budget, str) else Budget(None, budget),
         allocation=kind(**rule),
         sinks=saved["sinks"],

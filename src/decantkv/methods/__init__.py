@@ -1,11 +1,14 @@
-"""The registry: a method is one file and one line here."""
+"""The registry of methods: ours are one file and one line here, others are added by `register_method`."""
 
 from __future__ import annotations
 
 import difflib
+import inspect
 from dataclasses import fields
-from typing import Any
+from typing import Any, TypeVar
 
+from decantkv.base.options import RUN_OPTIONS
+from decantkv.base.plugins import plugins
 from decantkv.methods.andpro import AnDPro, AnDProChunks
 from decantkv.methods.base import Method
 from decantkv.methods.caote import CAOTE
@@ -40,6 +43,8 @@ _REGISTERED: tuple[type[Method], ...] = (
     Random,
 )
 METHODS: dict[str, type[Method]] = {cls.name: cls for cls in _REGISTERED}
+GROUP = "decantkv.methods"  # the entry-point group by which other packages add methods
+Added = TypeVar("Added", bound=type[Method])
 
 __all__ = [
     "CAOTE",
@@ -62,8 +67,45 @@ __all__ = [
     "Sliding",
     "SnapKV",
     "Streaming",
+    "known_methods",
+    "register_method",
     "resolve",
 ]
+
+
+def register_method(cls: Added) -> Added:
+    """Make a method known by its name in this process, and return it; a decorator.
+
+    From then on the name works in `attach`, on the command line, in saved files and in `decantkv eval`. A package
+    whose entry points name the class in the group "decantkv.methods" need not call this.
+
+    Raises:
+        TypeError: no frozen dataclass that derives from `Method` and defines `score`, `name`, `kind`, `source` and
+            `formula`.
+        ValueError: another method has the name.
+    """
+    if not (isinstance(cls, type) and issubclass(cls, Method)):
+        raise TypeError(f"method: expected a class that derives from decantkv.Method, got {cls!r}")
+    if inspect.isabstract(cls):
+        raise TypeError(f"method: expected {cls.__name__} to define score(win, *, impl), got none")
+    if missing := [name for name in ("name", "kind", "source", "formula") if not hasattr(cls, name)]:
+        raise TypeError(f"method: expected {cls.__name__}.{missing[0]}, a class attribute, got none")
+    parameters = vars(cls).get("__dataclass_params__")
+    if parameters is None or not parameters.frozen:
+        raise TypeError(f"method: expected {cls.__name__} to be a frozen dataclass (@dataclass(frozen=True))")
+    there = METHODS.get(cls.name)
+    # a notebook's cell that runs again defines the same class anew
+    if there is not None and (there.__module__, there.__qualname__) != (cls.__module__, cls.__qualname__):
+        raise ValueError(f"method: expected a name that is free, got {cls.name!r}, which is {there.__qualname__}")
+    METHODS[cls.name] = cls
+    return cls
+
+
+def known_methods() -> dict[str, type[Method]]:
+    """Every method by its name: ours, the registered ones, and those that installed packages add."""
+    for cls in plugins(GROUP):
+        register_method(cls)
+    return METHODS
 
 
 def resolve(method: str | Method, **options: Any) -> Method:
@@ -80,12 +122,17 @@ def resolve(method: str | Method, **options: Any) -> Method:
     if not isinstance(method, str):
         raise TypeError(f"method: expected a name or a Method instance, got {method!r}")
     name, _, preset = method.partition(":")
-    if name not in METHODS:
-        close = difflib.get_close_matches(name.lower(), METHODS, n=1)
+    methods = METHODS if name in METHODS else known_methods()
+    if name not in methods:
+        close = difflib.get_close_matches(name.lower(), methods, n=1)
         hint = f" (did you mean {close[0]!r}?)" if close else ""
-        raise ValueError(f"method: expected one of {', '.join(sorted(METHODS))}, got {name!r}{hint}")
-    cls = METHODS[name]
+        raise ValueError(f"method: expected one of {', '.join(sorted(methods))}, got {name!r}{hint}")
+    cls = methods[name]
     known = [f.name for f in fields(cls)]
     if unknown := sorted(set(options) - set(known)):
-        raise TypeError(f"{unknown[0]}: expected one of {name}'s options {', '.join(known)}, got an unknown option")
+        close = difflib.get_close_matches(unknown[0], (*known, *RUN_OPTIONS), n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise TypeError(
+            f"{unknown[0]}: expected one of {name}'s options {', '.join(known)}, got an unknown option{hint}"
+        )
     return cls.preset(preset, **options) if preset else cls(**options)

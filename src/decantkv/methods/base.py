@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -51,6 +52,27 @@ class Method(ABC):
     kernel_size: int = 1
     pool_scope: PoolScope = "all"
     sinks: int = 0
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Check the class attributes that a subclass sets.
+
+        Raises:
+            TypeError, ValueError: one is of another kind than it should be.
+        """
+        super().__init_subclass__(**kwargs)
+        own = vars(cls)
+        for attribute in ("name", "source", "formula", "cost", "allocation"):
+            if not isinstance(own.get(attribute, ""), str):
+                raise TypeError(f"{cls.__name__}.{attribute}: expected text, got {own[attribute]!r}")
+        for attribute in ("shared_by_heads", "by_window"):
+            if not isinstance(own.get(attribute, True), bool):
+                raise TypeError(f"{cls.__name__}.{attribute}: expected True or False, got {own[attribute]!r}")
+        if "name" in own and not re.fullmatch(r"[a-z][a-z0-9-]*", cls.name):
+            raise ValueError(f"{cls.__name__}.name: expected small letters, digits and '-', got {cls.name!r}")
+        if "kind" in own:
+            expect_choice(f"{cls.__name__}.kind", cls.kind, get_args(Kind))
+        if not isinstance(own.get("presets", {}), Mapping):
+            raise TypeError(f"{cls.__name__}.presets: expected a mapping of names to options, got {own['presets']!r}")
 
     def __post_init__(self) -> None:
         where = type(self).__name__

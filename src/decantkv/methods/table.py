@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from decantkv.methods import METHODS
+from decantkv.methods import known_methods
 from decantkv.methods.base import Method
 
 
@@ -32,7 +32,7 @@ class Row:
 
 def table() -> list[Row]:
     """A row per registered method, in the registry's order."""
-    return [_row(cls()) for cls in METHODS.values()]
+    return [_row(cls()) for cls in known_methods().values()]
 
 
 def _row(method: Method) -> Row:

@@ -6,6 +6,7 @@ are what a rule spreads. H heads of a layer keep H·n_keep tokens together, L la
 
 from __future__ import annotations
 
+import difflib
 import math
 from dataclasses import dataclass, fields
 from fractions import Fraction
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from decantkv.base.options import Allocation, expect_fraction
+from decantkv.base.plugins import plugins
 from decantkv.base.transfer import to_device
 from decantkv.selection.tensor_parallel import Peers, wins_of_rows
 from decantkv.selection.topk import keep_highest, wins
@@ -192,6 +194,34 @@ UNIFORM = AllocationRule()
 RULES: dict[str, AllocationRule] = {
     rule.name: rule for rule in (UNIFORM, Shared(), Ada(), AdaKvpress(), Heads(), Pyramid(), Layers())
 }
+GROUP = "decantkv.allocations"  # the entry-point group by which other packages add rules
+
+
+def register_allocation(rule: AllocationRule) -> AllocationRule:
+    """Make an allocation rule known by its name in this process, under the settings it holds, and return it.
+
+    A package whose entry points name the rule in the group "decantkv.allocations" need not call this.
+
+    Raises:
+        TypeError: no `AllocationRule` with a name of its own.
+        ValueError: another rule has the name.
+    """
+    if not isinstance(rule, AllocationRule) or not isinstance(vars(type(rule)).get("name"), str):
+        raise TypeError(f"allocation: expected an AllocationRule whose class has a name of its own, got {rule!r}")
+    there, kind = RULES.get(rule.name), type(rule)
+    if there is not None and (type(there).__module__, type(there).__qualname__) != (kind.__module__, kind.__qualname__):
+        raise ValueError(
+            f"allocation: expected a name that is free, got {rule.name!r}, which is {type(there).__name__}"
+        )
+    RULES[rule.name] = rule
+    return rule
+
+
+def known_allocations() -> dict[str, AllocationRule]:
+    """Every rule by its name: ours, the registered ones, and those that installed packages add."""
+    for rule in plugins(GROUP):
+        register_allocation(rule)
+    return RULES
 
 
 def resolve_allocation(allocation: Allocation | AllocationRule | str) -> AllocationRule:
@@ -204,9 +234,12 @@ def resolve_allocation(allocation: Allocation | AllocationRule | str) -> Allocat
         return allocation
     if not isinstance(allocation, str):
         raise TypeError(f"allocation: expected a name or an AllocationRule, got {allocation!r}")
-    if allocation not in RULES:
-        raise ValueError(f"allocation: expected one of {', '.join(sorted(RULES))}, got {allocation!r}")
-    return RULES[allocation]
+    rules = RULES if allocation in RULES else known_allocations()
+    if allocation not in rules:
+        close = difflib.get_close_matches(allocation.lower(), rules, n=1)
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        raise ValueError(f"allocation: expected one of {', '.join(sorted(rules))}, got {allocation!r}{hint}")
+    return rules[allocation]
 
 
 def layer_shares(priority: Tensor) -> Tensor:
