@@ -47,6 +47,16 @@ class Counts:
     interrupts: int = 0
     refusals: Counter[str] = field(default_factory=Counter)
 
+    def add(self, other: Counts) -> None:
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
+
+    def take(self) -> Counts:
+        """What was counted since the last time."""
+        taken = Counts(**vars(self))
+        vars(self).update(vars(Counts()))
+        return taken
+
     def refused(self, error: BaseException) -> None:
         self.refusals[re.sub(r"-?\d+(\.\d+)?", "#", f"{type(error).__name__}: {error}")] += 1
 
