@@ -28,6 +28,8 @@ def score(
     queries: Tensor | None = None,
     output_projection: Tensor | None = None,
     rotate: Rotate | None = None,
+    row_weights: Tensor | None = None,
+    stream_norm: Tensor | None = None,
     impl: Impl = "auto",
     **options: Any,
 ) -> Tensor:
@@ -48,6 +50,9 @@ def score(
         queries: [B, HQ, N, D] every query of the prompt, for the methods whose `needs` name them.
         output_projection: [HQ, Dv, E] each query head's slice of W_O, for methods that need it.
         rotate: turns RoPE vectors [B, H, T, D] by [T] or [B, T] positions, for methods that need it.
+        row_weights: [B, HQ or 1, w] float32, not negative: each row's factor before rows are reduced; None: 1.
+        stream_norm: [B, w] float32 squared norms of the residual stream at the window's positions, for methods that
+            need it.
         impl: "auto", "reference", "torch" or "triton".
 
     Returns:
@@ -73,8 +78,18 @@ def score(
         queries=queries,
         output_projection=output_projection,
         rotate=rotate,
+        row_weights=row_weights,
+        stream_norm=stream_norm,
     )
+    _check_not_negative("row_weights", row_weights)
+    _check_not_negative("stream_norm", stream_norm)
     return chosen.score(win, impl=impl)
+
+
+def _check_not_negative(name: str, numbers: Tensor | None) -> None:
+    """Raise unless all numbers are finite and not negative; one wait for the host on CUDA."""
+    if numbers is not None and not bool((numbers.isfinite() & (numbers >= 0)).all()):
+        raise ValueError(f"{name}: expected finite numbers of at least 0, got others")
 
 
 def _check_lengths(lengths: Tensor | None, k: Tensor) -> None:

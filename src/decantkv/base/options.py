@@ -8,7 +8,7 @@ from typing import Literal
 
 Impl = Literal["auto", "reference", "torch", "triton"]
 Quantity = Literal["perturbation", "attention_mass", "alignment", "chunk_alignment"]
-Need = Literal["queries", "W_O", "rotate"]
+Need = Literal["queries", "W_O", "rotate", "stream"]
 Reduce = Literal["sum", "max"]
 Pool = Literal["max", "avg", "none"]
 PoolScope = Literal["all", "prefix"]

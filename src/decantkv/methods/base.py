@@ -154,13 +154,15 @@ class Method(ABC):
 
     def _expect_need(self, win: AttentionWindow, need: Need) -> Any:
         """What the window holds under `need`; raise ValueError, naming the way out, where it holds nothing."""
-        argument = {"queries": "queries", "W_O": "output_projection", "rotate": "rotate"}[need]
+        arguments = {"queries": "queries", "W_O": "output_projection", "rotate": "rotate", "stream": "stream_norm"}
+        argument = arguments[need]
         held = getattr(win, argument)
         if held is None:
             ways = {
                 "queries": "pass the prompt's queries [B, HQ, N, D]",
                 "W_O": "pass W_O as [HQ, Dv, E]",
                 "rotate": "pass a function that turns RoPE vectors by positions",
+                "stream": "pass the residual stream's squared norms [B, w], choose weigh='block'",
             }
             raise ValueError(
                 f"{argument}: expected by {self.describe()}, got None; {ways[need]}, "

@@ -58,7 +58,7 @@ class CriticalKV(SnapKV):
 
     def base_score(self, win: AttentionWindow, *, impl: Impl = "auto") -> Tensor:
         """[B, H, N] float32: what the first stage ranks by and the second bounds."""
-        return scoring.compute(_BASES[self.base], win, impl=impl)
+        return scoring.compute(_BASES[self.base], win, impl=impl, reduce=self.reduce)
 
     def rank(self, pooled: Tensor, win: AttentionWindow, n_keep: Sequence[int]) -> Tensor:
         """The first stage's choice ahead of all others, which follow by the bound."""

@@ -11,9 +11,10 @@ from torch import Tensor
 from decantkv import scoring
 from decantkv.base.options import Impl, Need, Pool, Reduce, expect_choice
 from decantkv.methods.base import Kind, Method
+from decantkv.scoring.units import BEHIND_PROJECTION
 from decantkv.scoring.window import AttentionWindow
 
-Weigh = Literal["value", "output"]
+Weigh = Literal["value", "output", "head", "block", "stream"]
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,9 @@ class DropKV(Method):
 
     Attributes:
         reduce: "sum" over the window with the mean over the group, as published; "max" over both.
-        weigh: "value" measures ‖a − v‖, as published; "output" ‖W_O(a − v)‖, the shift of the layer's output.
+        weigh: the unit of a shift Δ = p/(1−p)·(a − v). "value": ‖Δ‖², as published; "output": ‖W_O Δ‖², the shift of
+            the layer's output; "head": ‖Δ‖²/‖a‖²; "block": ‖W_O Δ‖²/‖W_O a‖², where W_O a sums all heads; "stream":
+            ‖W_O Δ‖² over the squared norm of the residual stream before the block.
     """
 
     name: ClassVar[str] = "dropkv"
@@ -57,14 +60,16 @@ class DropKV(Method):
 
     @property
     def needs(self) -> frozenset[Need]:
-        """W_O where the shift is measured behind it."""
-        return frozenset({"W_O"}) if self.weigh == "output" else frozenset()
+        """W_O where the shift is measured behind it, and the residual stream where that is the unit."""
+        behind: frozenset[Need] = frozenset({"W_O"}) if self.weigh in BEHIND_PROJECTION else frozenset()
+        return behind | {"stream"} if self.weigh == "stream" else behind
 
     def score(self, win: AttentionWindow, *, impl: Impl = "auto") -> Tensor:
         """[B, H, N] float32: the mean squared shift of the output when a key is removed."""
         if self.weigh == "value":
             return scoring.compute("perturbation", win, impl=impl, reduce=self.reduce)
-        self._expect_need(win, "W_O")
+        for need in sorted(self.needs):
+            self._expect_need(win, need)
         return scoring.compute("perturbation", win, impl=impl, reduce=self.reduce, weigh=self.weigh)
 
 

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, get_args
 
 from torch import Tensor
 
 from decantkv import scoring
-from decantkv.base.options import Impl, Pool, PoolScope
+from decantkv.base.options import Impl, Pool, PoolScope, Reduce, expect_choice
 from decantkv.methods.base import Kind, Method
 from decantkv.scoring.window import AttentionWindow
 
 
 @dataclass(frozen=True)
 class SnapKV(Method):
-    """Keep the tokens to which the window's queries attend most, pooled over the keys before the window."""
+    """Keep the tokens to which the window's queries attend most, pooled over the keys before the window.
+
+    Attributes:
+        reduce: "sum" over the window with the mean over the group, as published; "max" over both, which is KVzip's
+            score (arXiv 2505.23416) where the queries are those of a replay.
+    """
 
     name: ClassVar[str] = "snapkv"
     kind: ClassVar[Kind] = "heuristic"
@@ -27,12 +32,18 @@ class SnapKV(Method):
         "kvpress": {"window": 64, "pool": "avg", "kernel_size": 5},
         "kvcache-factory": {"window": 8},
         "shared": {"window": 8, "pool": "max", "kernel_size": 11, "pool_scope": "all"},
+        "kvzip": {"window": 8, "pool": "none", "kernel_size": 1, "sinks": 4, "reduce": "max"},
     }
 
     window: int = 32
     pool: Pool = "max"
     kernel_size: int = 7
     pool_scope: PoolScope = "prefix"
+    reduce: Reduce = "sum"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        expect_choice(f"{type(self).__name__}.reduce", self.reduce, get_args(Reduce))
 
     @classmethod
     def least_window(cls) -> int:
@@ -40,8 +51,8 @@ class SnapKV(Method):
         return 1
 
     def score(self, win: AttentionWindow, *, impl: Impl = "auto") -> Tensor:
-        """[B, H, N] float32: attention mass, summed over the window, mean over the group."""
-        return scoring.compute("attention_mass", win, impl=impl)
+        """[B, H, N] float32: attention mass, reduced over the window and the group."""
+        return scoring.compute("attention_mass", win, impl=impl, reduce=self.reduce)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from decantkv.scoring.units import BEHIND_PROJECTION, row_factor
 from decantkv.scoring.window import AttentionWindow
 
 
@@ -73,7 +74,10 @@ def perturbation(win: AttentionWindow, *, reduce: str = "sum", weigh: str = "val
     """DropKV's cost s_j = (1/g) Σ_i [ p_ij/(1−p_ij) · ‖a_i − v_j‖ ]² (the paper's Lemma 1 and §3.3).
 
     `reduce="max"` takes the largest row instead of the sum over the window and the mean over the group.
-    `weigh="output"` measures ‖W_O(a_i − v_j)‖ instead, behind each query head's own slice of W_O.
+    `weigh` names the unit of a row's shift Δ = p/(1−p)·(a − v): "value" is ‖Δ‖², "output" ‖W_O Δ‖² behind each query
+    head's own slice of W_O; "head" divides ‖Δ‖² by ‖a‖²; "block" divides ‖W_O Δ‖² by ‖Σ W_O a‖² over all query heads
+    of the position, without a bias; "stream" divides it by the window's `stream_norm`. A row whose divisor is 0 costs
+    nothing.
 
     Returns:
         [B, H, N] in the precision of the computation.
@@ -82,12 +86,13 @@ def perturbation(win: AttentionWindow, *, reduce: str = "sum", weigh: str = "val
     v = win.v.to(rows.a.dtype)[:, :, None].expand(-1, -1, win.group_size, -1, -1)
     v_top = v.gather(3, rows.top.expand(*rows.top.shape[:-1], v.shape[-1]))
     a, rest_top = rows.a, rows.a_rest - v_top
-    if weigh == "output":
+    factor = row_factor(win, a, weigh)
+    if weigh in BEHIND_PROJECTION:
         a, v, rest_top = (project(x, win) for x in (a, v, rest_top))
     distance = torch.cdist(a, v, compute_mode="donot_use_mm_for_euclid_dist")
     # Lemma 1 in its other form, p·‖a₋ⱼ − v_j‖, for the one key whose odds may be huge.
     cost_top = rows.p_top * torch.linalg.vector_norm(rest_top, dim=-1, keepdim=True)
-    return reduce_rows((rows.odds * distance).scatter(-1, rows.top, cost_top).square(), reduce)
+    return reduce_rows((rows.odds * distance).scatter(-1, rows.top, cost_top).square(), reduce, factor)
 
 
 def attention_mass(
@@ -100,7 +105,7 @@ def attention_mass(
     Returns:
         [B, H, N] in the precision of the computation.
     """
-    return reduce_rows(pool_rows(softmax(win).p, win, row_pool, kernel_size), reduce)
+    return reduce_rows(pool_rows(softmax(win).p, win, row_pool, kernel_size), reduce, row_factor(win))
 
 
 def alignment(win: AttentionWindow, *, reduce: str = "sum") -> Tensor:
@@ -113,7 +118,7 @@ def alignment(win: AttentionWindow, *, reduce: str = "sum") -> Tensor:
     norm = torch.linalg.vector_norm(rows.a, dim=-1, keepdim=True)
     direction = rows.a / norm.where(norm > 0, 1.0)
     along = direction @ win.v.to(rows.a.dtype)[:, :, None].mT
-    return reduce_rows(rows.p * along, reduce)
+    return reduce_rows(rows.p * along, reduce, row_factor(win))
 
 
 def chunk_alignment(
@@ -131,7 +136,7 @@ def chunk_alignment(
     v = win.v.to(p.dtype)[:, :, None]
     droppable = win.droppable(chunk)[:, None, None, None]
     u = (p * droppable) @ v
-    tokens = reduce_rows(p * (u @ v.mT), reduce)
+    tokens = reduce_rows(p * (u @ v.mT), reduce, row_factor(win))
     return win.chunk_sums(tokens, chunk)
 
 
@@ -153,8 +158,15 @@ def pool_rows(p: Tensor, win: AttentionWindow, row_pool: str, kernel_size: int) 
     return torch.cat([near.amax(-1) if row_pool == "max" else near.mean(-1), p[..., stop:]], dim=-1)
 
 
-def reduce_rows(rows: Tensor, reduce: str) -> Tensor:
-    """[B, H, g, w, N] to [B, H, N]: sum over the window and mean over the group, or the maximum over both."""
+def reduce_rows(rows: Tensor, reduce: str, factor: Tensor | None = None) -> Tensor:
+    """[B, H, g, w, N] to [B, H, N]: sum over the window and mean over the group, or the maximum over both.
+
+    Args:
+        factor: of `units.row_factor`; a row of factor 0 contributes 0, whatever it holds.
+    """
+    if factor is not None:
+        factor = factor[..., None].to(rows.dtype)
+        rows = (rows * factor).masked_fill(factor == 0, 0.0)
     return rows.sum(3).mean(2) if reduce == "sum" else rows.amax((2, 3))
 
 

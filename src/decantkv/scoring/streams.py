@@ -54,7 +54,7 @@ def column_mass(win: AttentionWindow, queries: Tensor, *, impl: Impl = "auto") -
         stop = min(start + QUERY_BLOCK, win.kv_len)
         lengths = None if win.lengths is None else win.lengths - (win.kv_len - stop)
         q, k, v = queries[:, :, start:stop], win.k[:, :, :stop], win.v[:, :, :stop]
-        block = replace(win.bare(), q=q, k=k, v=v, lengths=lengths)
+        block = replace(win.bare(), q=q, k=k, v=v, lengths=lengths, row_weights=None, stream_norm=None)
         scores[:, :, :stop] += scoring.compute("attention_mass", block, impl=impl)
     return scores
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from decantkv.scoring.scratch import scratch_bytes
+from decantkv.scoring.units import BEHIND_PROJECTION, row_factor
 from decantkv.scoring.window import AttentionWindow
 
 TINY = torch.finfo(torch.float32).tiny
@@ -40,31 +41,34 @@ class Denominators(NamedTuple):
 
 def perturbation(win: AttentionWindow, *, reduce: str = "sum", weigh: str = "value") -> Tensor:
     """DropKV's cost; the formula and the result are `reference.perturbation`'s, as [B, H, N] float32."""
-    metric = _output_metric(win) if weigh == "output" else None
+    metric = _output_metric(win) if weigh in BEHIND_PROJECTION else None
     if win.out is not None and win.lse is not None:
-        return _perturbation_once(win, win.out, win.lse, reduce, metric)
+        return _perturbation_once(win, win.out, win.lse, reduce, weigh, metric)
     state = _fold(win)
     v_top = _values_at(win, state.top)
     a_rest = state.acc_rest / state.l_rest.where(state.l_rest > 0, 1.0)[..., None]
     p_top = _p_top(state)
     a = p_top[..., None] * v_top + (1 - p_top)[..., None] * a_rest
-    a_norm = _squared_norm(a, metric)
+    a_norm, factor = _squared_norm(a, metric), row_factor(win, a, weigh)
+    # Lemma 1 in its other form, p·‖a₋ⱼ − v_j‖, for the one key per row whose odds may be huge.
+    cost_top = p_top.square() * _squared_norm(a_rest - v_top, metric).clamp_min(0)
     scores = torch.empty(win.k.shape[:3], dtype=torch.float32, device=win.k.device)
     for start, stop, s in _tiles(win):
         v = _rows_of(win.v, start, stop)
         cross = _times(a if metric is None else a @ metric, v.mT)
         distance = a_norm[..., None] + _squared_norm(v, metric)[..., None, :] - 2 * cross
-        cost = _odds(s, state, start).square_().mul_(distance.clamp_min_(0))
-        scores[:, :, start:stop] = _reduce(cost, reduce)
-    # Lemma 1 in its other form, p·‖a₋ⱼ − v_j‖, for the one key a row whose odds may be huge.
-    cost_top = p_top.square() * _squared_norm(a_rest - v_top, metric).clamp_min(0)
-    return _add_top(scores, state.top, cost_top.to(torch.float32), reduce, win.group_size)
+        cost = _odds(s, state).square_().mul_(distance.clamp_min_(0))
+        scores[:, :, start:stop] = _reduce(_put(cost, start, state.top, cost_top), reduce, factor)
+    return _flush_tiny(scores)
 
 
-def _perturbation_once(win: AttentionWindow, out: Tensor, lse: Tensor, reduce: str, metric: Tensor | None) -> Tensor:
+def _perturbation_once(
+    win: AttentionWindow, out: Tensor, lse: Tensor, reduce: str, weigh: str, metric: Tensor | None
+) -> Tensor:
     """The same in one pass over the keys; as exact as `out`, but for dominant keys (p > ½), which need none of it."""
     a, lse = _grouped(win, out), _grouped(win, lse)
-    a_norm, times_v = _squared_norm(a, metric), a if metric is None else a @ metric
+    a_norm, factor = _squared_norm(a, metric), row_factor(win, a, weigh)
+    times_v = a if metric is None else a @ metric
     p_top, top = torch.zeros_like(lse), torch.zeros_like(lse, dtype=torch.int64)
     l_rest, acc_rest = torch.zeros_like(lse), torch.zeros_like(a)
     if win.sink_logits is not None:
@@ -79,10 +83,16 @@ def _perturbation_once(win: AttentionWindow, out: Tensor, lse: Tensor, reduce: s
         v = _rows_of(win.v, start, stop)
         l_rest, acc_rest = l_rest + p.sum(-1), acc_rest + _times(p, v)
         distance = a_norm[..., None] + _squared_norm(v, metric)[..., None, :] - 2 * _times(times_v, v.mT)
-        scores[:, :, start:stop] = _reduce(p.div_(1 - p).square_().mul_(distance.clamp_min_(0)), reduce)
+        scores[:, :, start:stop] = _reduce(p.div_(1 - p).square_().mul_(distance.clamp_min_(0)), reduce, factor)
     a_rest = acc_rest / l_rest.where(l_rest > 0, 1.0)[..., None]
     cost_top = p_top.square() * _squared_norm(a_rest - _values_at(win, top), metric).clamp_min(0)
-    return _add_top(scores, top, cost_top.to(torch.float32), reduce, win.group_size)
+    length = _tile_length(win)
+    for start in range(0, win.kv_len, length):
+        here = scores[:, :, start : start + length]
+        is_top = top[..., None] == torch.arange(start, start + here.shape[2], device=top.device)
+        added = _reduce(is_top * cost_top[..., None], reduce, factor).to(torch.float32)
+        torch.add(here, added, out=here) if reduce == "sum" else torch.maximum(here, added, out=here)
+    return _flush_tiny(scores)
 
 
 def attention_mass(
@@ -90,8 +100,9 @@ def attention_mass(
 ) -> Tensor:
     """SnapKV's attention mass; the formula is `reference.attention_mass`'s, as [B, H, N] float32."""
     scores = torch.empty(win.k.shape[:3], dtype=torch.float32, device=win.k.device)
+    factor = row_factor(win)
     for start, stop, p in _weights(win, _denominators(win), row_pool, kernel_size):
-        scores[:, :, start:stop] = _reduce(p, reduce)
+        scores[:, :, start:stop] = _reduce(p, reduce, factor)
     return _flush_tiny(scores)
 
 
@@ -108,7 +119,8 @@ def alignment(win: AttentionWindow, *, reduce: str = "sum") -> Tensor:
     direction = a / norm.where(norm > 0, 1.0)
     scores = torch.empty(win.k.shape[:3], dtype=torch.float32, device=win.k.device)
     for start, stop, p in _weights(win, below, "none", 1):
-        scores[:, :, start:stop] = _reduce(p.mul_(_times(direction, _rows_of(win.v, start, stop).mT)), reduce)
+        along = _times(direction, _rows_of(win.v, start, stop).mT)
+        scores[:, :, start:stop] = _reduce(p.mul_(along), reduce, row_factor(win))
     return _flush_tiny(scores)
 
 
@@ -123,7 +135,8 @@ def chunk_alignment(
         u += _times(p.mul_(droppable[..., start:stop]), _rows_of(win.v, start, stop))
     scores = torch.empty(win.k.shape[:3], dtype=torch.float32, device=win.k.device)
     for start, stop, p in _weights(win, below, row_pool, kernel_size):
-        scores[:, :, start:stop] = _reduce(p.mul_(_times(u, _rows_of(win.v, start, stop).mT)), reduce)
+        along = _times(u, _rows_of(win.v, start, stop).mT)
+        scores[:, :, start:stop] = _reduce(p.mul_(along), reduce, row_factor(win))
     return _flush_tiny(win.chunk_sums(scores, chunk))
 
 
@@ -279,28 +292,25 @@ def _p_top(state: RowState) -> Tensor:
     return (state.m_top > -torch.inf) / (1 + _rest_over_top(state))
 
 
-def _odds(s: Tensor, state: RowState, start: int) -> Tensor:
-    """p/(1 − p) of a tile, 0 at every row's largest key; no other key exceeds p = ½, so nothing cancels."""
+def _odds(s: Tensor, state: RowState) -> Tensor:
+    """p/(1 − p) of a tile, of no use at every row's largest key; no other key exceeds p = ½, so nothing cancels."""
     e = torch.exp(s - _finite(state.m_top)[..., None])
-    odds = e / ((1 + _rest_over_top(state))[..., None] - e)
-    inside = (state.top >= start) & (state.top < start + s.shape[-1])
-    local = torch.where(inside, state.top - start, 0)[..., None]
-    return odds.scatter_(-1, local, odds.gather(-1, local).masked_fill_(inside[..., None], 0.0))
+    return e / ((1 + _rest_over_top(state))[..., None] - e)
 
 
-def _reduce(rows: Tensor, reduce: str) -> Tensor:
+def _put(tile: Tensor, start: int, top: Tensor, value: Tensor) -> Tensor:
+    """Write each row's `value` [B, H, g, w] at its key `top`, if the tile [B, H, g, w, T] from `start` on holds it."""
+    inside = (top >= start) & (top < start + tile.shape[-1])
+    local = torch.where(inside, top - start, 0)[..., None]
+    return tile.scatter_(-1, local, torch.where(inside[..., None], value[..., None], tile.gather(-1, local)))
+
+
+def _reduce(rows: Tensor, reduce: str, factor: Tensor | None) -> Tensor:
+    """`reference.reduce_rows`, in place."""
+    if factor is not None:
+        factor = factor[..., None]
+        rows = rows.mul_(factor).masked_fill_(factor == 0, 0.0)
     return rows.sum(3).mean(2) if reduce == "sum" else rows.amax((2, 3))
-
-
-def _add_top(scores: Tensor, top: Tensor, cost: Tensor, reduce: str, group_size: int) -> Tensor:
-    """Give every row's key `top` its own cost [B, H, g, w], in a fixed order so that repeats agree bit for bit."""
-    top, cost = top.flatten(2), cost.flatten(2)
-    for row in range(top.shape[2]):
-        index, value = top[:, :, row, None], cost[:, :, row, None]
-        here = scores.gather(2, index)
-        here = here + value / group_size if reduce == "sum" else torch.maximum(here, value)
-        scores.scatter_(2, index, here)
-    return _flush_tiny(scores)
 
 
 def _flush_tiny(scores: Tensor) -> Tensor:

@@ -54,6 +54,10 @@ def unsupported(win: AttentionWindow, *, quantity: str, reduce: str = "sum", wei
         return f"head_dim {max(win.k.shape[3], win.v.shape[3])} is above {kernels.MAX_DIM}"
     if win.k.stride(3) != 1 or win.v.stride(3) != 1:
         return "the last dimension of k or v is not contiguous"
+    if win.row_weights is not None:
+        return "no kernel weighs rows"
+    if weigh not in ("value", "output"):
+        return f"no kernel measures shifts in the unit {weigh!r}"
     if weigh == "output" and win.output_projection is None:
         return "there is no output_projection to weigh by; pass W_O as [HQ, Dv, E]"
     return None

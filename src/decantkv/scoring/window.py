@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,6 +54,10 @@ class AttentionWindow:
         denominators: of the softmax of `queries`, for some of them, or None. A hint.
         column_mass: [B, H, M] float32, `streams.column_mass` of the first M ≤ N tokens alone, or None. A hint: whoever
             looks at a prompt more than once need not sum up its beginning again.
+        row_weights: [B, HQ or 1, w] float32, not negative: the factor of each row's cost before rows are reduced, or
+            None for 1 everywhere. A row of weight 0, such as a pad's query, contributes nothing.
+        stream_norm: [B, w] float32, the squared norm of the residual stream before the block at each window position,
+            or None ("stream").
     """
 
     q: Tensor
@@ -73,6 +77,8 @@ class AttentionWindow:
     projected_norm: Tensor | None = None
     denominators: Denominators | None = None
     column_mass: Tensor | None = None
+    row_weights: Tensor | None = None
+    stream_norm: Tensor | None = None
 
     @property
     def batch(self) -> int:
@@ -107,10 +113,10 @@ class AttentionWindow:
         """The same call seen by its last `rows` queries alone."""
         if rows >= self.window:
             return self
-        out = self.out if self.out is None else self.out[:, :, -rows:]
-        lse = self.lse if self.lse is None else self.lse[:, :, -rows:]
-        mask = self.mask if self.mask is None else self.mask[:, :, -rows:]
-        return replace(self, q=self.q[:, :, -rows:], mask=mask, out=out, lse=lse)
+        of_rows = {"out": self.out, "lse": self.lse, "mask": self.mask, "row_weights": self.row_weights}
+        cut: dict[str, Any] = {name: x if x is None else x[:, :, -rows:] for name, x in of_rows.items()}
+        stream_norm = self.stream_norm if self.stream_norm is None else self.stream_norm[:, -rows:]
+        return replace(self, q=self.q[:, :, -rows:], stream_norm=stream_norm, **cut)
 
     def bare(self) -> AttentionWindow:
         """The same call without hints."""
@@ -174,6 +180,8 @@ def make_window(
     queries: Tensor | None = None,
     output_projection: Tensor | None = None,
     rotate: Rotate | None = None,
+    row_weights: Tensor | None = None,
+    stream_norm: Tensor | None = None,
 ) -> AttentionWindow:
     """Check the tensors of an attention call against each other and bind them; shapes as in `AttentionWindow`.
 
@@ -223,8 +231,16 @@ def make_window(
         _check_optional("output_projection", output_projection, (q_window.shape[1], v.shape[3], width))
     if rotate is not None and not callable(rotate):
         raise TypeError(f"rotate: expected a function (x, positions) -> x or None, got {_describe(rotate)}")
+    if row_weights is not None:
+        per_head = isinstance(row_weights, Tensor) and row_weights.dim() == 3 and row_weights.shape[1] != 1
+        heads = q_window.shape[1] if per_head else 1
+        _check_optional("row_weights", row_weights, (batch, heads, q_window.shape[2]))
+    _check_optional("stream_norm", stream_norm, (batch, q_window.shape[2]))
     extra = (out, lse, layer_idx, queries, output_projection, rotate)
-    return AttentionWindow(q_window, k, v, scale, lengths, softcap, sink_logits, mask, *extra)
+    return AttentionWindow(
+        q_window, k, v, scale, lengths, softcap, sink_logits, mask, *extra,
+        row_weights=row_weights, stream_norm=stream_norm,
+    )  # fmt: skip
 
 
 def _describe(value: object) -> str:
