@@ -16,6 +16,7 @@ DOCUMENTS = [
     for name in (
         "README.md",
         "docs/generation.md",
+        "docs/results.md",
         "docs/should-i-evict.md",
         "docs/vllm.md",
         "results/eval/README.md",
