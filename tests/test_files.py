@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 import decantkv
 from decantkv.cache import files
 from decantkv.cache.evicting_cache import cache_argument
+from decantkv.selection.allocation import Global
 from tests import tiny
 from tests.judge import evicted_and_judged, logits_with
 
@@ -19,6 +20,7 @@ ROWS = [tiny.prompt(90, seed=1), tiny.prompt(35, seed=2)]
 SETTINGS = {
     "uniform": {"budget": 0.2, "sinks": 1, "protect": [(3, 6)]},
     "ada": {"budget": 0.3, "allocation": "ada"},
+    "global": {"budget": 0.3, "allocation": Global(0.2), "weigh": "block"},
     "snapkv": {"method": "snapkv", "budget": 20, "window": 8},
     "whole": {"budget": 1.0},
 }

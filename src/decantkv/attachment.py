@@ -89,7 +89,7 @@ def attach(
         method: a name, "name:preset", or a `Method`; `options` are the named method's own.
         budget: what is kept: a fraction in (0, 1] or a number of tokens per head, protected ones included.
         allocation: how the budget is spread: "uniform", "shared" (one set for all heads of a layer), "ada",
-            "ada-kvpress", "heads", "pyramid", "layer", or a rule; None takes the method's own.
+            "ada-kvpress", "heads", "pyramid", "layer", "global", or a rule; None takes the method's own.
         sinks: first tokens always kept; None takes the method's own.
         protect: spans (start, stop) of prompt positions always kept, from a row's first real token.
         impl: "auto", "reference", "torch" or "triton".

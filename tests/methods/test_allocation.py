@@ -16,12 +16,13 @@ from decantkv.selection.allocation import (
     Ada,
     AdaKvpress,
     Contest,
+    Global,
     Heads,
     Pyramid,
     layer_shares,
     resolve_allocation,
 )
-from decantkv.selection.selector import order, select
+from decantkv.selection.selector import order, select, select_layers
 from decantkv.settings import Settings
 
 from .shapes import Shape, example, values_of
@@ -123,8 +124,9 @@ def test_unknown_allocations_are_refused():
         resolve_allocation("adaptive")
     with pytest.raises(TypeError, match="allocation: expected a name"):
         select(torch.rand(1, 2, 9), n_keep=3, allocation=3)
-    with pytest.raises(ValueError, match="compares all layers"):
-        select(torch.rand(1, 2, 9), n_keep=3, allocation="layer")
+    for name in ("layer", "global"):
+        with pytest.raises(ValueError, match=f"got '{name}', which compares all layers"):
+            select(torch.rand(1, 2, 9), n_keep=3, allocation=name)
     with pytest.raises(ValueError, match="whose heads share one set"):
         Settings.parse("tova", budget=0.1, allocation="ada")
 
@@ -144,6 +146,74 @@ def test_a_contest_over_layers_is_the_one_over_all_of_them_at_once():
         free = shares.masked_fill(~shares.isfinite(), -1.0)
         least = free.flatten().sort(descending=True).values[layers * heads * (number - window) - 1]
         assert torch.equal((free >= least).sum(-1), torch.stack([c[b] for c in final]))
+
+
+def sorted_by_hand(scores, n_keep, lengths, window, sinks, floor):
+    """A set of (layer, head, key) per batch row: the protected, each head's floor, then the highest of the model."""
+    chosen = []
+    for b, (number, length) in enumerate(zip(n_keep, lengths, strict=True)):
+        kept, rivals = set(), []
+        for i, layer in enumerate(scores):
+            pads = layer.shape[2] - length
+            for h in range(layer.shape[1]):
+                fixed = {*range(pads, pads + sinks), *range(layer.shape[2] - window, layer.shape[2])}
+                free = sorted(set(range(pads, layer.shape[2])) - fixed, key=lambda j: (-float(layer[b, h, j]), j))
+                safe = max(0, int(floor * number) - len(fixed))
+                kept |= {(i, h, j) for j in fixed} | {(i, h, j) for j in free[:safe]}
+                rivals += [(-float(layer[b, h, j]), i, h, j) for j in free[safe:]]
+        total = sum(number * layer.shape[1] for layer in scores)
+        kept |= {key for _, *key in sorted(rivals)[: total - len(kept)] for key in [tuple(key)]}
+        chosen.append(kept)
+    return chosen
+
+
+@pytest.mark.parametrize("floor", [0.0, 0.2, 0.5, 1.0])
+@pytest.mark.parametrize("levels", [3, None], ids=["ties", "no ties"])
+def test_global_keeps_the_highest_of_the_whole_model(floor, levels):
+    layers, heads, kv_len, lengths, n_keep, window, sinks = 4, 3, 30, [30, 17], [10, 7], 3, 2
+    scores = [(noise(2, heads, kv_len, i) - 0.3) * 10.0**i for i in range(layers)]  # some below 0
+    scores = [s if levels is None else s.sign() * (s.abs() > 2) for s in scores]
+    orders = [
+        order(s, n_keep=n_keep, window=window, sinks=sinks, lengths=lengths, allocation=Global(floor)) for s in scores
+    ]
+    kept = select_layers(orders)
+    for b, wanted in enumerate(sorted_by_hand(scores, n_keep, lengths, window, sinks, floor)):
+        got = {(i, h, j) for i, k in enumerate(kept) for _, h, j in k.mask(kv_len)[b : b + 1].nonzero().tolist()}
+        assert got == wanted
+        assert len(got) == layers * heads * n_keep[b]
+    contest = Contest([layers * heads * (n - window - sinks) for n in n_keep])
+    last = [contest.enter(each.priority) for each in orders][-1]
+    assert all(torch.equal(won + window + sinks, k.counts) for won, k in zip(last, kept, strict=True))
+
+
+def test_layers_of_unequal_heads_and_lengths_are_decided_together():
+    shapes = [(2, 20), (1, 35), (3, 8)]
+    scores = [noise(1, heads, length, i) for i, (heads, length) in enumerate(shapes)]
+    for name in ("layer", "global"):
+        orders = [order(s, n_keep=5, window=2, allocation=name) for s in scores]
+        kept = select_layers(orders)
+        assert sum(int(k.counts.sum()) for k in kept) == 5 * 6
+        free = sorted((float(x) for o in orders for x in o.priority[o.priority.isfinite()]), reverse=True)
+        least = free[3 * 6 - 1]
+        for each, k in zip(orders, kept, strict=True):
+            assert torch.equal(k.mask(each.priority.shape[2]), each.priority >= least)
+
+
+def test_a_floor_is_a_share_of_each_heads_mean_budget():
+    scores = noise(1, 2, 40)
+    scores[0, 1] += 10  # one head would take everything
+    counts = [select_layers([order(scores, n_keep=10, window=1, allocation=Global(f))])[0].counts for f in (0, 0.35)]
+    assert [c[0].tolist() for c in counts] == [[1, 19], [3, 17]]
+    assert Global(0.35).describe() == "global(floor=0.35)"
+    with pytest.raises(ValueError, match=r"Global\.floor: expected a number from 0 to 1"):
+        Global(1.5)
+
+
+def test_global_takes_nan_for_the_lowest_score():
+    scores = noise(1, 2, 12)
+    scores[0, 0] = torch.nan
+    (kept,) = select_layers([order(scores, n_keep=6, window=2, allocation="global")])
+    assert kept.counts[0].tolist() == [2, 10]
 
 
 def test_layers_compare_by_their_share_of_the_total():

@@ -12,7 +12,7 @@ Need = Literal["queries", "W_O", "rotate", "stream"]
 Reduce = Literal["sum", "max"]
 Pool = Literal["max", "avg", "none"]
 PoolScope = Literal["all", "prefix"]
-Allocation = Literal["uniform", "shared", "ada", "ada-kvpress", "heads", "pyramid", "layer"]
+Allocation = Literal["uniform", "shared", "ada", "ada-kvpress", "heads", "pyramid", "layer", "global"]
 Span = tuple[int, int]
 RUN_OPTIONS = (  # keyword arguments of `attach` and `EvictingCache`, whatever the method
     "budget", "allocation", "sinks", "protect", "impl", "prefill_chunk", "max_kv_tokens", "every", "decode_budget",

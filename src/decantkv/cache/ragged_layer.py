@@ -28,7 +28,7 @@ class RaggedLayer(EvictingLayer):
     """Keeps its kept tokens in a `RaggedStore` where heads keep different numbers, or where it attends for itself."""
 
     lanes: RaggedStore | None = None
-    contest: LayerContest | None = None  # the running contest with the other layers, under "layer"
+    contest: LayerContest | None = None  # the running contest with the other layers, where layers compete
     unmasked = False  # new tokens are all real, whatever the mask says: set for steps that a graph holds
     _fresh: tuple[Tensor, Tensor] | None = None  # new tokens whose attention call is still to come
     _shares: Tensor | None = None  # [S] each stored slot's share, while the contest runs
@@ -301,8 +301,8 @@ class LayerContest:
             self._contest = Contest([number * heads * n for n in free])
         if width != self._width:
             raise ValueError(
-                f"allocation: expected layers of equal head_dim under 'layer', which trades tokens between them, got "
-                f"{width} after {self._width}; use 'ada' or 'uniform'"
+                f"allocation: expected layers of equal head_dim under {order.rule.name!r}, which trades tokens between "
+                f"them, got {width} after {self._width}; use 'ada' or 'uniform'"
             )
         fixed = torch.tensor(order.fixed, device="cpu")[:, None]
         counts = [fixed + won for won in self._contest.enter(order.priority)]

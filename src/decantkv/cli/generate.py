@@ -9,12 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
+from decantkv.base.options import Allocation
 from decantkv.base.terminal import Console, write
 from decantkv.hf.context import check_context
 
@@ -29,7 +30,11 @@ def generate(
     method: Annotated[str, typer.Option(help="A method, or method:preset; see `decantkv methods`.")] = "dropkv",
     budget: Annotated[str, typer.Option(help="What is kept: a fraction like 0.05, or a number of tokens.")] = "0.05",
     allocation: Annotated[
-        str | None, typer.Option(help="How a layer's budget is spread over its heads; default: the method's own.")
+        str | None,
+        typer.Option(
+            help=f"How the budget is spread over heads and layers: {', '.join(get_args(Allocation))}; default: the "
+            "method's own."
+        ),
     ] = None,
     sinks: Annotated[int | None, typer.Option(help="First tokens always kept; default: the method's own.")] = None,
     protect: Annotated[list[str] | None, typer.Option(help="A span always kept, START:STOP; repeatable.")] = None,

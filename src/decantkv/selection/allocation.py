@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from fractions import Fraction
 from typing import ClassVar
@@ -30,12 +31,14 @@ class AllocationRule:
         ragged: heads may keep different numbers of tokens.
         by_layer: layers may.
         over_layers: layers compete, so a layer's share is known only when the last one has been seen.
+        by_share: competing layers compare each score's share of its layer's total, which no score below 0 has.
     """
 
     name: ClassVar[str] = "uniform"
     ragged: ClassVar[bool] = False
     by_layer: ClassVar[bool] = False
     over_layers: ClassVar[bool] = False
+    by_share: ClassVar[bool] = True
 
     def describe(self) -> str:
         """The rule with its settings, for reports: `ada(alpha=0.2)`."""
@@ -62,6 +65,10 @@ class AllocationRule:
             [B, H] int64; rows sum to H·n_keep, over all peers' heads.
         """
         return to_device(n_keep, priority.device)[:, None].expand(priority.shape[:2])
+
+    def across_layers(self, priority: Tensor, n_keep: list[int]) -> Tensor:
+        """[B, H, N] the priorities as competing layers compare them; arguments as in `head_counts`."""
+        return layer_shares(priority) if self.by_share else priority
 
 
 @dataclass(frozen=True)
@@ -190,9 +197,41 @@ class Layers(AllocationRule):
     over_layers: ClassVar[bool] = True
 
 
+@dataclass(frozen=True)
+class Global(AllocationRule):
+    """One budget over all heads of all layers, by the scores as they are: KVzip's "non-uniform" ranking (2505.23416).
+
+    It suits methods whose scores mean the same in every layer: weights, and DropKV's costs in the units "head",
+    "block" and "stream". Costs in the unit "value" grow with a layer's values; "layer" takes that out.
+
+    Attributes:
+        floor: share of the mean budget that each head keeps of its own highest tokens, always-kept ones included,
+            rounded down.
+    """
+
+    name: ClassVar[str] = "global"
+    ragged: ClassVar[bool] = True
+    over_layers: ClassVar[bool] = True
+    by_share: ClassVar[bool] = False
+
+    floor: float = 0.0
+
+    def __post_init__(self) -> None:
+        expect_fraction("Global.floor", self.floor)
+
+    def across_layers(self, priority: Tensor, n_keep: list[int]) -> Tensor:
+        """The priorities, each head's guaranteed tokens above all others."""
+        safe = [int(_exact(self.floor) * number) for number in n_keep]
+        if not any(safe):
+            return priority
+        own = to_device(safe, priority.device)[:, None].expand(priority.shape[:2])
+        lifted = keep_highest(priority, by=priority, counts=own, to=torch.finfo(priority.dtype).max)
+        return torch.maximum(lifted, priority)
+
+
 UNIFORM = AllocationRule()
 RULES: dict[str, AllocationRule] = {
-    rule.name: rule for rule in (UNIFORM, Shared(), Ada(), AdaKvpress(), Heads(), Pyramid(), Layers())
+    rule.name: rule for rule in (UNIFORM, Shared(), Ada(), AdaKvpress(), Heads(), Pyramid(), Layers(), Global())
 }
 GROUP = "decantkv.allocations"  # the entry-point group by which other packages add rules
 
@@ -263,18 +302,18 @@ def layer_shares(priority: Tensor) -> Tensor:
 
 
 class Contest:
-    """The running contest of "layer": what each layer seen so far keeps of the whole model's free tokens."""
+    """The running contest of "layer" and "global": what each layer seen so far keeps of the model's free tokens."""
 
     def __init__(self, totals: list[int]) -> None:
         """`totals`: free tokens that all layers and heads together keep, a number per batch row."""
         self.totals = totals
-        self._shares: list[Tensor] = []  # per layer [B, H, n] float64, falling; −inf beyond what takes part
+        self._shares: list[Tensor] = []  # per layer [B, H, n], falling; −inf beyond what takes part
 
     def enter(self, shares: Tensor) -> list[Tensor]:
         """One more layer takes part.
 
         Args:
-            shares: [B, H, N] of `layer_shares`.
+            shares: [B, H, N] of `across_layers`.
 
         Returns:
             A [B, H] int64 tensor per layer seen so far: how many free tokens each head keeps from here on, never more
@@ -296,8 +335,24 @@ class Contest:
         return kept
 
 
+def decide(priorities: Sequence[Tensor], totals: list[int]) -> list[Tensor]:
+    """What `Contest` comes to, for layers that are all there: each head's number of free tokens.
+
+    Args:
+        priorities: [B, H, N] of `across_layers` per layer, +inf at the always-kept keys. H and N may differ.
+        totals: free tokens that all layers and heads together keep, a number per batch row.
+
+    Returns:
+        A [B, H] int64 tensor per layer, on the first one's device; rows sum to `totals` over all layers.
+    """
+    device, width = priorities[0].device, max(x.shape[2] for x in priorities)
+    lanes = torch.cat([_widened(x.to(device), width) for x in priorities], 1)
+    won = wins_of_rows(lanes.masked_fill_(lanes == torch.inf, -torch.inf), totals)
+    return list(won.split([x.shape[1] for x in priorities], 1))
+
+
 def _widened(x: Tensor, width: int) -> Tensor:
-    return torch.nn.functional.pad(x, (0, width - x.shape[1]), value=-torch.inf)
+    return torch.nn.functional.pad(x, (0, width - x.shape[-1]), value=-torch.inf)
 
 
 def _heads(priority: Tensor, peers: Peers | None) -> int:

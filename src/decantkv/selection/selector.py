@@ -23,12 +23,12 @@ from decantkv.base.options import (
     expect_spans,
 )
 from decantkv.base.transfer import move, to_device
-from decantkv.selection.allocation import AllocationRule, Shared, layer_shares, resolve_allocation
+from decantkv.selection.allocation import AllocationRule, Shared, decide, resolve_allocation
 from decantkv.selection.budget import count, fixed_spans
 from decantkv.selection.tensor_parallel import Peers, mean_over_heads
 from decantkv.selection.topk import FILLER, bounded, highest
 
-__all__ = ["FILLER", "Kept", "Order", "order", "pool_scores", "select"]
+__all__ = ["FILLER", "Kept", "Order", "order", "pool_scores", "select", "select_layers"]
 
 Rank = Callable[[Tensor, list[int]], Tensor]
 
@@ -127,7 +127,7 @@ def select(
         protect: spans (start, stop) of real-token positions, always kept.
         allocation: how the layer's budget is spread over its heads: "uniform"; "shared": one set for all, by their
             mean score; "ada", "ada-kvpress", "heads": heads compete; "pyramid": lower layers keep more; or a rule.
-            "layer" needs every layer's scores: `order` and `allocation.Contest`.
+            "layer" and "global" need every layer's scores: `order` and `select_layers`, or `allocation.Contest`.
         lengths: real keys of each batch row; pads lie on the left and are never chosen.
         forced_tail: the last tokens, always kept, beside the window: whichever reaches further back counts. One
             number, or one per batch row.
@@ -170,7 +170,9 @@ def select(
     across = None if task.shared else peers  # one set for all heads is agreed on already
     counts = rule.head_counts(chosen.priority, chosen.n_keep, chosen.fixed, across)
     if chosen.rule.over_layers:
-        raise ValueError("allocation: expected a rule for one layer's scores, got 'layer', which compares all layers'")
+        raise ValueError(
+            f"allocation: expected a rule for one layer's scores, got {chosen.rule.name!r}, which compares all layers'"
+        )
     most = int(counts.max()) if chosen.rule.ragged else max(chosen.n_keep)
     indices = highest(chosen.priority, counts, most)
     rows = None if chosen.rule.ragged else tuple(chosen.n_keep)
@@ -211,7 +213,7 @@ def order(
 ) -> Order:
     """Pool and protect, but do not choose yet; arguments and errors are `select`'s.
 
-    Under "layer" the priorities are the scores' shares of the layer's total.
+    Under "layer" the priorities are the scores' shares of the layer's total; under "global" they are the scores.
     """
     task = _Task.check(
         scores,
@@ -229,6 +231,21 @@ def order(
         shared=shared,
     )
     return _order(scores, task, rank)
+
+
+def select_layers(orders: Sequence[Order]) -> list[Kept]:
+    """What each layer keeps under a rule that compares all layers, decided at once.
+
+    Args:
+        orders: of `order`, one per layer, of one batch.
+    """
+    rows = range(orders[0].priority.shape[0])
+    totals = [sum((each.n_keep[b] - each.fixed[b]) * each.priority.shape[1] for each in orders) for b in rows]
+    kept = []
+    for each, free in zip(orders, decide([each.priority for each in orders], totals), strict=True):
+        counts = free.to(each.priority.device) + to_device(each.fixed, each.priority.device)[:, None]
+        kept.append(Kept(highest(each.priority, counts, int(counts.max())), counts))
+    return kept
 
 
 class _Task(NamedTuple):
@@ -314,7 +331,8 @@ def _order(scores: Tensor, task: _Task, rank: Rank | None, peers: Peers | None =
     if rank is not None:
         ranked = rank(pooled, task.n_keep)
         pooled = _marked(ranked.nan_to_num(torch.finfo(ranked.dtype).min), protected, pads)
-    return Order(layer_shares(pooled) if task.rule.over_layers else pooled, task.n_keep, task.fixed, task.rule)
+    priority = task.rule.across_layers(pooled, task.n_keep) if task.rule.over_layers else pooled
+    return Order(priority, task.n_keep, task.fixed, task.rule)
 
 
 def _fused_unsupported(scores: Tensor, task: _Task, rank: Rank | None) -> str | None:
@@ -367,7 +385,8 @@ def _select_fused(scores: Tensor, task: _Task, peers: Peers | None) -> Kept:
 def _finite(scores: Tensor, task: _Task) -> Tensor:
     """Scores without NaN and infinities, of which pooling can add up as many as it does."""
     parts = task.kernel_size if task.pool == "avg" else 1
-    return bounded(scores, parts=parts, nan=0.0 if task.rule.over_layers else None)  # shares are not negative
+    by_share = task.rule.over_layers and task.rule.by_share  # shares are not negative
+    return bounded(scores, parts=parts, nan=0.0 if by_share else None)
 
 
 def _marked(scores: Tensor, protected: Tensor, pads: Tensor) -> Tensor:

@@ -22,9 +22,8 @@ from decantkv.methods.position import Sliding
 from decantkv.methods.snapkv import SnapKV
 from decantkv.methods.tova import TOVA
 from decantkv.scoring.window import AttentionWindow
-from decantkv.selection.allocation import Contest
-from decantkv.selection.selector import Kept
-from decantkv.selection.topk import FILLER, highest
+from decantkv.selection.selector import Kept, select_layers
+from decantkv.selection.topk import FILLER
 from decantkv.settings import Settings
 
 # What these compute of a batch row depends on its queries, keys and values, on nothing that belongs to a layer, and
@@ -91,7 +90,11 @@ def choose(windows: Sequence[AttentionWindow], settings: Settings, scores: Tenso
     """What is kept of one prompt, its layers as the batch: indices [layers, H, K], counts [layers, H]."""
     layers, rule, rank = len(windows), settings.allocation, type(settings.method).rank
     if rule.over_layers:
-        return _over_layers(windows, settings, scores)
+        orders = [
+            settings.order(scores[i : i + 1], win=window.last(settings.rows), layer=(i, layers))
+            for i, window in enumerate(windows)
+        ]
+        return _stack(select_layers(orders))
     if not rule.by_layer and rank is Method.rank:
         return settings.choose(scores)  # the layers differ in nothing but their scores
     if not rule.by_layer and rank in _RANKS and isinstance(windows, Windows) and windows.with_norms is not None:
@@ -102,26 +105,6 @@ def choose(windows: Sequence[AttentionWindow], settings: Settings, scores: Tenso
             for i, window in enumerate(windows)
         ]
     )
-
-
-def _over_layers(windows: Sequence[AttentionWindow], settings: Settings, scores: Tensor) -> Kept:
-    """One contest of all layers' heads for the whole model's budget."""
-    layers = len(windows)
-    orders = [
-        settings.order(scores[i : i + 1], win=window.last(settings.rows), layer=(i, layers))
-        for i, window in enumerate(windows)
-    ]
-    heads = scores.shape[1]
-    fixed = orders[0].fixed[0]
-    contest = Contest([sum((o.n_keep[0] - o.fixed[0]) * heads for o in orders)])
-    won: list[Tensor] = []
-    for each in orders:
-        won = contest.enter(each.priority)
-    kept = []
-    for each, free in zip(orders, won, strict=True):
-        counts = free.to(scores.device) + fixed
-        kept.append(Kept(highest(each.priority, counts, int(counts.max())), counts))
-    return _stack(kept)
 
 
 def _stack(kept: Sequence[Kept]) -> Kept:
