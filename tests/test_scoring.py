@@ -139,6 +139,37 @@ def test_tiles_of_any_length_agree_with_the_reference(monkeypatch, quantity, red
         )
 
 
+@pytest.mark.parametrize("weigh", ["value", "output"])
+@pytest.mark.parametrize("case", ["plain", "sink of the model", "sink key", "pads", "lone keys", "output given"])
+def test_values_a_thousand_spreads_from_zero_keep_their_digits(monkeypatch, case, weigh):
+    q, k, v = tensors(keys=200, batch=2, window=4, dtype=torch.float32)
+    if case == "sink key":
+        q, k, v = with_sink(q, k, v, 1e-3)
+    v = v + 1000 * torch.randn(2, 2, 1, 16, generator=torch.Generator().manual_seed(1)).sign()
+    if case == "pads":  # whose values lie elsewhere
+        v[1, :, :170] = 0.0
+    options = {
+        "pads": {"lengths": torch.tensor([200, 30])},
+        "lone keys": {"lengths": torch.tensor([3, 1])},  # rows that see nothing, one key, two
+        "sink of the model": {"sink_logits": torch.linspace(-1, 2, 6)},
+    }.get(case, {})
+    w_o = torch.randn(6, 16, 24, generator=torch.Generator().manual_seed(2))
+    double = {name: x.double() if x.is_floating_point() else x for name, x in options.items()}
+    win64 = make_window(q.double(), k.double(), v.double(), output_projection=w_o.double(), **double)
+    if case == "output given":
+        logits = reference.logits(win64, torch.float64)
+        out = (logits.softmax(-1) @ win64.v[:, :, None]).flatten(1, 2)
+        options = {"out": out.float(), "lse": logits.logsumexp(-1).flatten(1, 2).float()}
+    win = make_window(q, k, v, output_projection=w_o, **options)
+    monkeypatch.setattr(tiled, "_tile_length", lambda win: 7)
+    exact = reference.perturbation(win64, weigh=weigh)
+    assert (exact > 0).any()
+    for reduce in ("sum", "max"):
+        exact = reference.perturbation(win64, weigh=weigh, reduce=reduce)
+        scores = tiled.perturbation(win, weigh=weigh, reduce=reduce)
+        torch.testing.assert_close(scores.double(), exact, rtol=1e-3, atol=0)
+
+
 def test_attention_mass_is_the_softmax_summed_over_the_window():
     q, k, v = tensors(keys=12, window=3, group=2)
     s = (q.view(1, 2, 2, 3, 16) @ k[:, :, None].mT) / 4

@@ -20,6 +20,7 @@ from decantkv.scoring.units import BEHIND_PROJECTION, row_factor
 from decantkv.scoring.window import AttentionWindow
 
 TINY = torch.finfo(torch.float32).tiny
+CENTRE_KEYS = 64  # how many of the last keys' values are averaged into what all values are taken relative to
 
 
 class RowState(NamedTuple):
@@ -42,19 +43,20 @@ class Denominators(NamedTuple):
 def perturbation(win: AttentionWindow, *, reduce: str = "sum", weigh: str = "value") -> Tensor:
     """DropKV's cost; the formula and the result are `reference.perturbation`'s, as [B, H, N] float32."""
     metric = _output_metric(win) if weigh in BEHIND_PROJECTION else None
+    centre = _centre(win)
     if win.out is not None and win.lse is not None:
-        return _perturbation_once(win, win.out, win.lse, reduce, weigh, metric)
-    state = _fold(win)
-    v_top = _values_at(win, state.top)
-    a_rest = state.acc_rest / state.l_rest.where(state.l_rest > 0, 1.0)[..., None]
+        return _perturbation_once(win, win.out, win.lse, reduce, weigh, metric, centre)
+    state = _fold(win, centre)
+    v_top = _values_at(win, state.top) - centre
+    a_rest = _rest_output(state.acc_rest, state.l_rest, centre)
     p_top = _p_top(state)
     a = p_top[..., None] * v_top + (1 - p_top)[..., None] * a_rest
-    a_norm, factor = _squared_norm(a, metric), row_factor(win, a, weigh)
+    a_norm, factor = _squared_norm(a, metric), row_factor(win, a + centre, weigh)
     # Lemma 1 in its other form, p·‖a₋ⱼ − v_j‖, for the one key per row whose odds may be huge.
     cost_top = p_top.square() * _squared_norm(a_rest - v_top, metric).clamp_min(0)
     scores = torch.empty(win.k.shape[:3], dtype=torch.float32, device=win.k.device)
     for start, stop, s in _tiles(win):
-        v = _rows_of(win.v, start, stop)
+        v = _values(win, start, stop, centre)
         cross = _times(a if metric is None else a @ metric, v.mT)
         distance = a_norm[..., None] + _squared_norm(v, metric)[..., None, :] - 2 * cross
         cost = _odds(s, state).square_().mul_(distance.clamp_min_(0))
@@ -63,16 +65,17 @@ def perturbation(win: AttentionWindow, *, reduce: str = "sum", weigh: str = "val
 
 
 def _perturbation_once(
-    win: AttentionWindow, out: Tensor, lse: Tensor, reduce: str, weigh: str, metric: Tensor | None
+    win: AttentionWindow, out: Tensor, lse: Tensor, reduce: str, weigh: str, metric: Tensor | None, centre: Tensor
 ) -> Tensor:
     """The same in one pass over the keys; as exact as `out`, but for dominant keys (p > ½), which need none of it."""
     a, lse = _grouped(win, out), _grouped(win, lse)
-    a_norm, factor = _squared_norm(a, metric), row_factor(win, a, weigh)
-    times_v = a if metric is None else a @ metric
+    factor, a = row_factor(win, a, weigh), a - centre
+    a_norm, times_v = _squared_norm(a, metric), a if metric is None else a @ metric
     p_top, top = torch.zeros_like(lse), torch.zeros_like(lse, dtype=torch.int64)
     l_rest, acc_rest = torch.zeros_like(lse), torch.zeros_like(a)
     if win.sink_logits is not None:
         l_rest += torch.exp(win.sink_logits.to(lse.dtype).view(1, win.num_kv_heads, win.group_size, 1) - _finite(lse))
+        acc_rest -= l_rest[..., None] * centre
     scores = torch.empty(win.k.shape[:3], dtype=torch.float32, device=win.k.device)
     for start, stop, s in _tiles(win):
         p = s.sub_(_finite(lse)[..., None]).exp_().clamp_max_(1.0)
@@ -80,12 +83,12 @@ def _perturbation_once(
         dominant = p_tile > 0.5  # at most one key a row
         top, p_top = torch.where(dominant, place + start, top), torch.where(dominant, p_tile, p_top)
         p.scatter_(-1, place[..., None], torch.where(dominant, 0.0, p_tile)[..., None])
-        v = _rows_of(win.v, start, stop)
+        v = _values(win, start, stop, centre)
         l_rest, acc_rest = l_rest + p.sum(-1), acc_rest + _times(p, v)
         distance = a_norm[..., None] + _squared_norm(v, metric)[..., None, :] - 2 * _times(times_v, v.mT)
         scores[:, :, start:stop] = _reduce(p.div_(1 - p).square_().mul_(distance.clamp_min_(0)), reduce, factor)
-    a_rest = acc_rest / l_rest.where(l_rest > 0, 1.0)[..., None]
-    cost_top = p_top.square() * _squared_norm(a_rest - _values_at(win, top), metric).clamp_min(0)
+    rest_top = _rest_output(acc_rest, l_rest, centre) - (_values_at(win, top) - centre)
+    cost_top = p_top.square() * _squared_norm(rest_top, metric).clamp_min(0)
     length = _tile_length(win)
     for start in range(0, win.kv_len, length):
         here = scores[:, :, start : start + length]
@@ -140,6 +143,23 @@ def chunk_alignment(
     return _flush_tiny(win.chunk_sums(scores, chunk))
 
 
+def _centre(win: AttentionWindow) -> Tensor:
+    """[B, H, 1, 1, Dv] the mean of each head's last real values, from which `perturbation` measures all others.
+
+    ‖a − v‖² does not change when a and every v move alike, but ‖a‖² + ‖v‖² − 2⟨a, v⟩ loses what the values share.
+    """
+    start = max(0, win.kv_len - CENTRE_KEYS)
+    real = win.real(start)[:, None, None, :, None]
+    v = _rows_of(win.v, start, win.kv_len).where(real, 0.0)
+    return v.sum(3, keepdim=True) / real.sum(3, keepdim=True)
+
+
+def _rest_output(acc_rest: Tensor, l_rest: Tensor, centre: Tensor) -> Tensor:
+    """The rows' output without their largest key, relative to the centre; −centre, which means 0, without any key."""
+    left = (l_rest > 0)[..., None]
+    return (acc_rest / l_rest.where(l_rest > 0, 1.0)[..., None]).where(left, -centre)
+
+
 def _output_metric(win: AttentionWindow) -> Tensor:
     """[H, g, Dv, Dv] W_O W_Oᵀ of each query head, so that ‖x W_O‖² = x M xᵀ without anything of width E per key."""
     if win.output_projection is None:
@@ -150,7 +170,7 @@ def _output_metric(win: AttentionWindow) -> Tensor:
 
 def _squared_norm(x: Tensor, metric: Tensor | None) -> Tensor:
     """‖x‖² or x M xᵀ over the last dimension of [B, H, g or 1, M, Dv]."""
-    return x.square().sum(-1) if metric is None else ((x @ metric) * x).sum(-1)
+    return torch.linalg.vector_norm(x, dim=-1).square() if metric is None else ((x @ metric) * x).sum(-1)
 
 
 def _dtype(win: AttentionWindow) -> torch.dtype:
@@ -171,6 +191,14 @@ def _rows_of(x: Tensor, start: int, stop: int) -> Tensor:
     """[B, H, N, D] to a tile [B, H, 1, T, D] in the precision of the computation."""
     tile = x[:, :, None, start:stop]
     return tile.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _values(win: AttentionWindow, start: int, stop: int, centre: Tensor | float) -> Tensor:
+    """A tile of values [B, H, 1, T, Dv], relative to the centre, where 0 is none."""
+    tile = _rows_of(win.v, start, stop)
+    if not isinstance(centre, Tensor):
+        return tile
+    return tile.sub_(centre) if tile.dtype != win.v.dtype else tile - centre
 
 
 def _times(rows: Tensor, shared: Tensor) -> Tensor:
@@ -230,25 +258,28 @@ def _weights(
         yield start, stop, p
 
 
-def _fold(win: AttentionWindow) -> RowState:
-    """First pass: every row's softmax state over all keys, and over its learned sink if the model has one."""
+def _fold(win: AttentionWindow, centre: Tensor | float = 0.0) -> RowState:
+    """First pass: every row's softmax state over all keys, and over its learned sink if the model has one.
+
+    `acc_rest` sums values relative to `centre`, from which a sink's value of 0 is −centre away.
+    """
     state: RowState | None = None
     for start, stop, s in _tiles(win):
         m_top, top = s.max(-1)
         s = s.scatter_(-1, top[..., None], -torch.inf)
         m_rest = s.amax(-1)
         e = torch.exp(s - _finite(m_rest)[..., None])
-        tile = RowState(m_top, top + start, m_rest, e.sum(-1), _times(e, _rows_of(win.v, start, stop)))
-        state = tile if state is None else _merge(win, state, tile)
+        tile = RowState(m_top, top + start, m_rest, e.sum(-1), _times(e, _values(win, start, stop, centre)))
+        state = tile if state is None else _merge(win, state, tile, centre)
     if state is None:
         raise ValueError("k: expected at least one key, got none")
     if win.sink_logits is not None:
         sink = win.sink_logits.to(state.m_rest.dtype).view(1, win.num_kv_heads, win.group_size, 1)
-        state = _add_rest(state, sink.expand_as(state.m_rest), torch.zeros_like(state.acc_rest))
+        state = _add_rest(state, sink.expand_as(state.m_rest), torch.zeros_like(state.acc_rest) - centre)
     return state
 
 
-def _merge(win: AttentionWindow, left: RowState, right: RowState) -> RowState:
+def _merge(win: AttentionWindow, left: RowState, right: RowState, centre: Tensor | float) -> RowState:
     """Join two states; the smaller of the two largest keys joins the rest. Ties keep the lower index."""
     right_wins = right.m_top > left.m_top
     loser = torch.where(right_wins, left.top, right.top)
@@ -262,7 +293,7 @@ def _merge(win: AttentionWindow, left: RowState, right: RowState) -> RowState:
         left.l_rest * scale_left + right.l_rest * scale_right,
         left.acc_rest * scale_left[..., None] + right.acc_rest * scale_right[..., None],
     )
-    return _add_rest(state, m_loser, _values_at(win, loser))
+    return _add_rest(state, m_loser, _values_at(win, loser) - centre)
 
 
 def _add_rest(state: RowState, s: Tensor, v: Tensor) -> RowState:
