@@ -17,6 +17,7 @@ from decantkv.methods import (
     DefensiveKV,
     DropKV,
     ExpectedAttention,
+    KeyDiff,
     KNorm,
     SnapKV,
 )
@@ -131,6 +132,19 @@ def test_h2o_crosses_blocks_of_queries(monkeypatch):
 def test_knorm(shape):
     win = example(shape)
     expect(win, KNorm().score(win), lambda b, h: -win.k[b, h, -len(values_of(win, b, h)) :].double().norm(dim=-1))
+
+
+@pytest.mark.parametrize("normalise", [False, True])
+@shapes
+def test_keydiff(shape, normalise):
+    win = example(shape)
+
+    def wanted(b, h):
+        k = win.k[b, h, -len(values_of(win, b, h)) :].double()
+        mean = sum(x / x.norm() if normalise else x for x in k) / len(k)
+        return torch.stack([1 - (x @ mean) / (x.norm() * mean.norm()) for x in k])
+
+    expect(win, KeyDiff(normalise=normalise).score(win), wanted)
 
 
 @shapes

@@ -17,6 +17,7 @@ from decantkv.methods.defensive import DefensiveKV
 from decantkv.methods.dropkv import AdaDropKV, DropKV
 from decantkv.methods.expected import ExpectedAttention
 from decantkv.methods.h2o import H2O
+from decantkv.methods.keydiff import KeyDiff
 from decantkv.methods.knorm import KNorm
 from decantkv.methods.position import Random, Recent, Sliding, Streaming
 from decantkv.methods.snapkv import AdaKV, PyramidKV, SnapKV
@@ -37,6 +38,7 @@ _REGISTERED: tuple[type[Method], ...] = (
     H2O,
     TOVA,
     KNorm,
+    KeyDiff,
     Streaming,
     Sliding,
     Recent,
@@ -60,6 +62,7 @@ __all__ = [
     "DropKV",
     "ExpectedAttention",
     "KNorm",
+    "KeyDiff",
     "Method",
     "PyramidKV",
     "Random",

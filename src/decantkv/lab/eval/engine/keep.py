@@ -17,6 +17,7 @@ from decantkv.methods.critical import CriticalKV
 from decantkv.methods.defensive import DefensiveKV
 from decantkv.methods.dropkv import DropKV
 from decantkv.methods.h2o import H2O
+from decantkv.methods.keydiff import KeyDiff
 from decantkv.methods.knorm import KNorm
 from decantkv.methods.position import Sliding
 from decantkv.methods.snapkv import SnapKV
@@ -38,6 +39,7 @@ _SCORES: frozenset[object] = frozenset(
         AnDProChunks.score,
         H2O.score,
         KNorm.score,
+        KeyDiff.score,
         TOVA.score,
         Sliding.score,
     }
