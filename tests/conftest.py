@@ -46,3 +46,10 @@ def demo_model(model_path):
     from decantkv.hf.loading import load
 
     return load(model_path)
+
+
+@pytest.fixture
+def tape(monkeypatch):
+    from tests.support.tape import capture_on_tapes
+
+    return capture_on_tapes(monkeypatch)

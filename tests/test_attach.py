@@ -16,7 +16,7 @@ from transformers.models.llama import modeling_llama
 import decantkv
 from decantkv.cache.evicting_cache import cache_argument
 from decantkv.hf import attention_hook
-from tests import tiny
+from tests.support import tiny
 
 
 def footprint(model):

@@ -12,9 +12,9 @@ from transformers import DynamicCache
 import decantkv
 import decantkv.cache.evicting_cache
 from decantkv.cache.evicting_cache import cache_argument
-from tests import tiny
-from tests.families import at_least
-from tests.judge import logits_with
+from tests.support import tiny
+from tests.support.families import at_least
+from tests.support.judge import logits_with
 
 STEPS = [torch.tensor([[7]]), torch.tensor([[11]])]
 PADDED = tiny.left_padded([tiny.prompt(120, seed=1), tiny.prompt(50, seed=2)])

@@ -13,9 +13,9 @@ from decantkv.cache.evicting_cache import cache_argument, deferred
 from decantkv.cache.evicting_layer import EvictingLayer
 from decantkv.cache.stores.dense import SlackStore
 from decantkv.cache.watching import ObservingCache
-from tests import tiny
-from tests.families import at_least, build
-from tests.judge import hiding, kept_masks, logits_with
+from tests.support import tiny
+from tests.support.families import at_least, build
+from tests.support.judge import hiding, kept_masks, logits_with
 
 CAP = {"prefill_chunk": 24, "max_kv_tokens": 40}
 

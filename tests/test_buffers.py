@@ -12,8 +12,8 @@ from decantkv.cache import layer
 from decantkv.cache.evicting_cache import cache_argument
 from decantkv.cache.stores import ragged
 from decantkv.cache.stores.dense import ROOM, SlackStore
-from tests import tiny
-from tests.judge import evicted_and_judged, logits_with
+from tests.support import tiny
+from tests.support.judge import evicted_and_judged, logits_with
 
 
 def tokens(number, batch=2):

@@ -14,8 +14,8 @@ import decantkv
 from decantkv.cache.evicting_cache import EvictingLayer, cache_argument
 from decantkv.cache.report import storage_bytes
 from decantkv.hf import attention_hook
-from tests import tiny
-from tests.judge import evicted_and_judged, logits_with
+from tests.support import tiny
+from tests.support.judge import evicted_and_judged, logits_with
 
 FAMILIES = {"llama": tiny.llama, "qwen2": tiny.qwen2}
 STEPS = [torch.tensor([[7]]), torch.tensor([[11]]), torch.tensor([[3, 5, 9]]), torch.tensor([[2]])]

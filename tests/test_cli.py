@@ -21,7 +21,7 @@ from decantkv import cli
 from decantkv.base.options import reason_of
 from decantkv.cli import main
 from decantkv.hf.loading import load
-from tests import tiny
+from tests.support import tiny
 
 
 def run(capsys, *arguments):

@@ -13,9 +13,9 @@ import decantkv
 from decantkv.cache.evicting_cache import EvictingLayer, cache_argument, is_full
 from decantkv.hf.attention_hook import UnsupportedModelError
 from decantkv.hf.model_parts import decoder_of
-from tests import tiny
-from tests.families import at_least
-from tests.judge import logits_with
+from tests.support import tiny
+from tests.support.families import at_least
+from tests.support.judge import logits_with
 
 STEPS = [torch.tensor([[7]]), torch.tensor([[3, 5, 9]]), torch.tensor([[2]])]
 BART = {

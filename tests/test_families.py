@@ -10,9 +10,9 @@ from transformers import DynamicCache
 import decantkv
 from decantkv.cache.evicting_cache import EvictingLayer, cache_argument
 from decantkv.hf import attention_hook
-from tests import tiny
-from tests.families import CASES, FAMILIES, REFUSED, at_least, build
-from tests.judge import evicted_and_judged, logits_with
+from tests.support import tiny
+from tests.support.families import CASES, FAMILIES, REFUSED, at_least, build
+from tests.support.judge import evicted_and_judged, logits_with
 
 STEPS = [torch.tensor([[7]]), torch.tensor([[11]]), torch.tensor([[3]])]
 

@@ -13,8 +13,8 @@ import decantkv
 from decantkv.cache import files
 from decantkv.cache.evicting_cache import cache_argument
 from decantkv.selection.allocation import Global
-from tests import tiny
-from tests.judge import evicted_and_judged, logits_with
+from tests.support import tiny
+from tests.support.judge import evicted_and_judged, logits_with
 
 ROWS = [tiny.prompt(90, seed=1), tiny.prompt(35, seed=2)]
 SETTINGS = {

@@ -11,9 +11,9 @@ from transformers import DynamicCache
 
 import decantkv
 from decantkv.cache.evicting_cache import cache_argument
-from tests import tiny
-from tests.families import build
-from tests.judge import logits_with
+from tests.support import tiny
+from tests.support.families import build
+from tests.support.judge import logits_with
 from tests.test_turns import PROMPTS, TURNS, Chat, step
 
 WAYS = [{"decode": "model"}, {"decode": "own"}, {"allocation": "ada"}, {"allocation": "layer"}, {"store": "static"}]

@@ -13,8 +13,8 @@ from transformers.models.qwen3 import modeling_qwen3
 
 import decantkv
 from decantkv.decode import fused_ops, graphs
-from tests import tiny
-from tests.test_graphs import INPUTS, tape  # noqa: F401  (a fixture)
+from tests.support import tiny
+from tests.support.tape import INPUTS
 
 CPU, WIDE = torch.device("cpu"), torch.float32
 
@@ -94,7 +94,7 @@ def test_a_norm_that_another_library_wrapped_is_left_alone():
     assert len(fused_ops.standins(model)) == 2 * len(model.model.layers)
 
 
-def test_recorded_steps_use_them_and_plain_ones_do_not(tape, monkeypatch):  # noqa: F811
+def test_recorded_steps_use_them_and_plain_ones_do_not(tape, monkeypatch):
     used = []
     monkeypatch.setattr(fused_ops, "_rms_norm", lambda x, weight, eps: used.append(1) or _norm(x, weight, eps))
     model = tiny.llama()
@@ -109,7 +109,7 @@ def test_recorded_steps_use_them_and_plain_ones_do_not(tape, monkeypatch):  # no
     assert (run.trust.broken, run.trust.checked) == (None, 2)
 
 
-def test_a_stand_in_that_is_wrong_is_found_and_left(tape, monkeypatch):  # noqa: F811
+def test_a_stand_in_that_is_wrong_is_found_and_left(tape, monkeypatch):
     model = tiny.llama()
     wrong = [
         fused_ops.Standin(vars(model.model.norm), "forward", lambda x: 1.1 * _norm(x, model.model.norm.weight, 1e-6))

@@ -12,9 +12,9 @@ from transformers import TextIteratorStreamer
 import decantkv
 from decantkv.cache.evicting_cache import cache_argument, deferred
 from decantkv.hf.attention_hook import UnsupportedModelError
-from tests import tiny
-from tests.families import at_least
-from tests.judge import evicted_and_judged, hiding, kept_masks, logits_with
+from tests.support import tiny
+from tests.support.families import at_least
+from tests.support.judge import evicted_and_judged, hiding, kept_masks, logits_with
 
 BUDGET = 0.2
 

@@ -10,8 +10,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import decantkv
 from decantkv.cache.evicting_cache import EvictingLayer, cache_argument
-from tests import tiny
-from tests.judge import evicted_and_judged, kept_masks, logits_with
+from tests.support import tiny
+from tests.support.judge import evicted_and_judged, kept_masks, logits_with
 
 pytestmark = pytest.mark.gpu
 

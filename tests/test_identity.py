@@ -12,8 +12,8 @@ from torch import nn
 import decantkv
 from decantkv.cache.evicting_cache import cache_argument, layer_devices
 from decantkv.hf.model_parts import output_projection
-from tests import tiny
-from tests.families import build
+from tests.support import tiny
+from tests.support.families import build
 
 peft = pytest.importorskip("peft")
 

@@ -11,8 +11,8 @@ from transformers import cache_utils
 import decantkv
 from decantkv.cache import layer
 from decantkv.cache.evicting_cache import cache_argument
-from tests import tiny
-from tests.judge import evicted_and_judged, logits_with
+from tests.support import tiny
+from tests.support.judge import evicted_and_judged, logits_with
 
 STEPS = [torch.tensor([[7]]), torch.tensor([[11]]), torch.tensor([[3, 5, 9]]), torch.tensor([[2]])]
 fp8 = pytest.mark.skipif(not hasattr(cache_utils, "Fp8QuantizedLayer"), reason="this transformers has no fp8 layer")

@@ -17,9 +17,9 @@ import decantkv
 from decantkv import attachment
 from decantkv.cache.evicting_cache import EvictingCache, cache_argument
 from decantkv.hf import attention_hook
-from tests import tiny
-from tests.families import build
-from tests.interrupts import interrupted
+from tests.support import tiny
+from tests.support.families import build
+from tests.support.interrupts import interrupted
 
 PADDED = tiny.left_padded([tiny.prompt(40, seed=1), tiny.prompt(25, seed=2)])
 CACHES = {

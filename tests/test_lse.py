@@ -13,9 +13,9 @@ from decantkv.cache.evicting_cache import cache_argument
 from decantkv.hf.sdpa import attend_with_lse
 from decantkv.scoring import compute, reference
 from decantkv.scoring.window import make_window
-from tests import tiny
-from tests.families import build
-from tests.judge import evicted_and_judged, logits_with
+from tests.support import tiny
+from tests.support.families import build
+from tests.support.judge import evicted_and_judged, logits_with
 from tests.test_scoring import tensors, with_sink, within_contract
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -13,8 +13,8 @@ import transformers
 import decantkv
 import decantkv.hf.loading
 from decantkv.hf.loading import cache_folder, convert_gguf
-from tests import tiny
-from tests.judge import evicted_and_judged
+from tests.support import tiny
+from tests.support.judge import evicted_and_judged
 
 
 @pytest.mark.model

@@ -11,8 +11,8 @@ from transformers import DynamicCache, cache_utils
 
 import decantkv
 from decantkv.cache.evicting_cache import cache_argument
-from tests import tiny
-from tests.judge import logits_with
+from tests.support import tiny
+from tests.support.judge import logits_with
 
 WAYS = [
     {"decode": "model"},

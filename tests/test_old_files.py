@@ -12,8 +12,8 @@ from safetensors import safe_open
 import decantkv
 from decantkv.cache import identity
 from decantkv.cache.evicting_cache import cache_argument
-from tests import tiny
-from tests.judge import logits_with
+from tests.support import tiny
+from tests.support.judge import logits_with
 
 DATA = Path(__file__).parent / "data"
 BATCH = tiny.left_padded([tiny.prompt(24, seed=1), tiny.prompt(15, seed=2)])

@@ -12,9 +12,9 @@ import decantkv
 from decantkv.cache.evicting_cache import cache_argument
 from decantkv.hf.chunked_attention import attend_chunk
 from decantkv.hf.masks import hide_filler
-from tests import tiny
-from tests.families import at_least, build
-from tests.judge import evicted_and_judged, logits_with
+from tests.support import tiny
+from tests.support.families import at_least, build
+from tests.support.judge import evicted_and_judged, logits_with
 from tests.test_bounded import CAP, answers, in_chunks, step
 
 STEPS = [torch.tensor([[7]]), torch.tensor([[11]]), torch.tensor([[3, 5, 9]]), torch.tensor([[2]])]

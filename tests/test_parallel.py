@@ -13,9 +13,9 @@ from transformers import LlamaForCausalLM
 
 import decantkv
 from decantkv.selection.selector import select
-from tests import tiny
-from tests.judge import logits_with
-from tests.ranks import ALONE, LAYERS, PROMPTS, TOGETHER, read, selections
+from tests.support import tiny
+from tests.support.judge import logits_with
+from tests.support.ranks import ALONE, LAYERS, PROMPTS, TOGETHER, read, selections
 
 
 def launched(folder, **environment):
@@ -29,7 +29,7 @@ def launched(folder, **environment):
     for rank in range(2):
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         here = {**os.environ, **{k: str(v) for k, v in place.items()}, "OMP_NUM_THREADS": "1", **environment}
-        command = [sys.executable, "-m", "tests.ranks", str(folder), str(folder)]
+        command = [sys.executable, "-m", "tests.support.ranks", str(folder), str(folder)]
         launched.append(
             subprocess.Popen(
                 command, cwd=tiny.ROOT, env=here, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

@@ -12,9 +12,9 @@ from transformers import AutoConfig, DynamicCache, Gemma3TextConfig, LlamaConfig
 import decantkv
 from decantkv.cli import main
 from decantkv.lab.sizing import parse_memory, plan
-from tests import tiny
-from tests.families import at_least, build
-from tests.judge import logits_with
+from tests.support import tiny
+from tests.support.families import at_least, build
+from tests.support.judge import logits_with
 
 PHI3_MINI = {  # microsoft/Phi-3-mini-128k-instruct
     "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 32, "num_attention_heads": 32,

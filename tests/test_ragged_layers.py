@@ -15,8 +15,8 @@ from decantkv.cache.ragged_layer import LayerContest, RaggedLayer
 from decantkv.cache.stores.ragged import ROOM
 from decantkv.selection.allocation import Ada
 from decantkv.selection.selector import order
-from tests import tiny
-from tests.judge import evicted_and_judged, hiding, kept_masks, logits_with
+from tests.support import tiny
+from tests.support.judge import evicted_and_judged, hiding, kept_masks, logits_with
 
 STEPS = [torch.tensor([[7]]), torch.tensor([[11]]), torch.tensor([[3, 5, 9]]), torch.tensor([[2]])]
 RAGGED = ["ada", "ada-kvpress", "heads", "layer", "global"]

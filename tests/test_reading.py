@@ -13,8 +13,8 @@ from transformers import GenerationMixin
 import decantkv
 from decantkv.cache import chunked_reading
 from decantkv.cache.evicting_cache import cache_argument
-from tests import tiny
-from tests.families import at_least
+from tests.support import tiny
+from tests.support.families import at_least
 
 IDS = tiny.prompt(100)
 

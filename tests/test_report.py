@@ -14,7 +14,7 @@ import decantkv
 from decantkv.cache import memory
 from decantkv.cache import report as records
 from decantkv.cache.evicting_cache import cache_argument
-from tests import tiny
+from tests.support import tiny
 
 SETTINGS = {
     "uniform": {},
@@ -77,7 +77,7 @@ def test_what_something_else_holds_on_to_shows_in_the_allocators_growth(counted)
 
 
 def test_layers_that_do_not_evict_are_left_out(counted):
-    from tests.families import build
+    from tests.support.families import build
 
     model = build("gemma3", "sdpa")
     report, cache = prompt_read(model, {"input_ids": tiny.prompt(120)})

@@ -12,7 +12,7 @@ from decantkv.cache.evicting_cache import cache_argument
 from decantkv.scoring.window import make_window
 from decantkv.selection.selector import FILLER, pool_scores
 from decantkv.settings import Settings
-from tests import tiny
+from tests.support import tiny
 
 
 def pooled_by_hand(row, pool, size):

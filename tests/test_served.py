@@ -12,8 +12,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import decantkv
-from tests import tiny
-from tests.families import at_least
+from tests.support import tiny
+from tests.support.families import at_least
 
 if not at_least("5.24"):
     pytest.skip("the server's parts lay elsewhere before 5.24", allow_module_level=True)

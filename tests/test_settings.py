@@ -10,7 +10,7 @@ from decantkv.cache.evicting_cache import cache_argument
 from decantkv.cache.files import settings_as_dict, settings_from_dict
 from decantkv.methods import ExpectedAttention
 from decantkv.settings import Settings
-from tests import tiny
+from tests.support import tiny
 
 
 @pytest.mark.parametrize("method", ["streaming", "expected-attention", "dropkv", "andpro", ExpectedAttention(sinks=3)])

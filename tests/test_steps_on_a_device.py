@@ -14,8 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import decantkv
 from decantkv.cache.evicting_cache import cache_argument
 from decantkv.cache.stores import ragged
-from tests import tiny
-from tests.families import at_least
+from tests.support import tiny
+from tests.support.families import at_least
 
 HEADS, WIDTH = 2, 8
 # earlier versions make a number for eager's mask on the host, which the rehearsal finds: no graph there

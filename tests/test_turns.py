@@ -13,9 +13,9 @@ import decantkv
 from decantkv.cache.evicting_cache import cache_argument
 from decantkv.cache.stores.ragged import RaggedStore
 from decantkv.selection.selector import FILLER, Kept
-from tests import tiny
-from tests.families import build
-from tests.judge import logits_with
+from tests.support import tiny
+from tests.support.families import build
+from tests.support.judge import logits_with
 
 PROMPTS = [tiny.prompt(40, seed=1), tiny.prompt(40, seed=2)]
 TURNS = [tiny.prompt(4, seed=3), tiny.prompt(1, seed=4)]

@@ -9,7 +9,7 @@ from torch import nn
 import decantkv
 from decantkv.cache.evicting_cache import checked_model
 from decantkv.cache.watching import ObservingCache
-from tests import tiny
+from tests.support import tiny
 
 IDS = tiny.prompt(60)
 

@@ -18,7 +18,7 @@ from decantkv.lab.bench.cap_cost import answer_loss
 from decantkv.lab.bench.cases import collect, run
 from decantkv.lab.provenance import device_name
 from decantkv.methods import METHODS
-from tests import tiny
+from tests.support import tiny
 
 TINY = ["--geometries", "tiny"]
 WHERE = {"device": "here", "geometry": "small"}

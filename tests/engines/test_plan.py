@@ -11,7 +11,7 @@ from decantkv.cache.evicting_cache import EvictingCache, new_recorder
 from decantkv.engines.blocks import BlockSettings
 from decantkv.engines.common.plan import plan
 from decantkv.settings import Settings
-from tests import tiny
+from tests.support import tiny
 
 SIZES = st.sampled_from([1, 2, 8, 16, 32, 128])
 SHARES = st.sampled_from([0.001, 0.05, 0.1, 0.25, 0.5, 0.9, 1.0])

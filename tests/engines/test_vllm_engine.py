@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerFast
 from decantkv.cache.evicting_cache import EvictingCache, new_recorder
 from decantkv.engines.blocks import BlockSettings
 from decantkv.settings import Settings
-from tests import tiny
 from tests.engines.engine_run import run
+from tests.support import tiny
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vllm is not installed here; `make test-vllm` has it"

@@ -14,10 +14,10 @@ import torch
 
 from decantkv.engines.blocks import BlockSettings
 from decantkv.settings import Settings
-from tests import tiny
 from tests.engines.engine_run import run
 from tests.engines.judge import judge, rounded
 from tests.engines.test_vllm_engine import folder, prompts, reference  # noqa: F401  (a fixture)
+from tests.support import tiny
 
 pytestmark = [
     pytest.mark.gpu,

@@ -12,7 +12,7 @@ import pytest
 
 from decantkv.engines.blocks import BlockSettings
 from decantkv.settings import Settings
-from tests import tiny
+from tests.support import tiny
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vllm is not installed here; `make test-vllm` has it"

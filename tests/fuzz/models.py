@@ -20,7 +20,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from decantkv.cache.evicting_cache import cache_argument
-from tests.tiny import sharpen
+from tests.support.tiny import sharpen
 
 VOCABULARY = 61
 WINDOW = 12  # of sliding layers

@@ -10,7 +10,7 @@ from transformers.cache_utils import DynamicCache
 import decantkv
 from decantkv.hf.model_parts import output_projection, rotation
 from decantkv.methods import METHODS, Streaming
-from tests import tiny
+from tests.support import tiny
 
 
 def neox():

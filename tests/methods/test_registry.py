@@ -16,7 +16,7 @@ from decantkv.base.options import RUN_OPTIONS
 from decantkv.methods import METHODS, resolve
 from decantkv.methods.table import table
 from decantkv.selection.allocation import RULES, Heads
-from tests import tiny
+from tests.support import tiny
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from transformers.utils import logging
 
 import decantkv
 from decantkv.hf.loading import load
-from tests import tiny
+from tests.support import tiny
 
 NUMBERS = "The gate code of the {} is {}. "
 PLACES = ["mill", "harbour", "chapel", "orchard", "quarry", "library", "brewery", "lighthouse"]

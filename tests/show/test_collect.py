@@ -14,7 +14,7 @@ from decantkv.scoring.window import make_window
 from decantkv.selection.selector import select
 from decantkv.settings import Settings
 
-from ..tiny import VOCABULARY, llama
+from ..support.tiny import VOCABULARY, llama
 
 TOKENS, ANSWER, WINDOW, GROUP = 90, 6, 8, 4
 

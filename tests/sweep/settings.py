@@ -14,7 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 import decantkv
 from decantkv.cache.evicting_cache import EvictingCache, EvictingLayer, cache_argument, deferred
-from tests.judge import hiding
+from tests.support.judge import hiding
 
 LENGTH, CHUNK = 80, 30
 STEPS = ((7,), (11, 5, 3), (9,))  # a turn of three tokens between single ones

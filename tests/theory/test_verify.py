@@ -20,7 +20,7 @@ from decantkv.lab.theory.verify import run
 from decantkv.methods import resolve
 from decantkv.selection.budget import Budget
 
-from ..tiny import VOCABULARY, llama
+from ..support.tiny import VOCABULARY, llama
 
 TOKENS, LAYERS, QUERY_HEADS, KV_HEADS, WINDOW = 160, 3, 8, 2, 8
 PLAN = Plan(pool_sizes=(8, 64), search_size=10, ks=(2, 4), search_rows=2, n_keep=32, seed=0)

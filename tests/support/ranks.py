@@ -1,4 +1,6 @@
-"""One rank of a tensor-parallel run: `python -m tests.ranks MODEL_FOLDER OUT_FOLDER` under a launcher's environment.
+"""One rank of a tensor-parallel run.
+
+`python -m tests.support.ranks MODEL_FOLDER OUT_FOLDER` runs under a launcher's environment.
 
 Writes what it kept, said and exchanged to OUT_FOLDER/rank<n>.pt.
 """
@@ -17,9 +19,9 @@ import decantkv
 from decantkv.cache.evicting_layer import EvictingLayer
 from decantkv.selection.selector import select
 from decantkv.selection.tensor_parallel import Peers
-from tests import tiny
-from tests.families import at_least
-from tests.judge import kept_masks, logits_with
+from tests.support import tiny
+from tests.support.families import at_least
+from tests.support.judge import kept_masks, logits_with
 
 STEPS = [torch.tensor([[7]]), torch.tensor([[11]]), torch.tensor([[3, 5]])]
 ONE, PADDED = {"input_ids": tiny.prompt(120)}, tiny.left_padded([tiny.prompt(120, seed=1), tiny.prompt(50, seed=2)])

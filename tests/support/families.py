@@ -9,7 +9,7 @@ import transformers
 from packaging.version import Version
 from transformers import PreTrainedModel
 
-from tests.tiny import BASE, sharpen
+from tests.support.tiny import BASE, sharpen
 
 # name: (configuration and model classes, options on top of BASE, backends)
 BOTH = ("sdpa", "eager")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 VOCABULARY = 199
 BASE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
