@@ -49,6 +49,7 @@ from decantkv.hf.generate_hooks import (
 )
 from decantkv.hf.model_parts import decoder_of
 from decantkv.methods import Method
+from decantkv.scoring.rehearsal import Rehearsal
 from decantkv.selection.allocation import AllocationRule
 from decantkv.selection.budget import Budget
 from decantkv.selection.tensor_parallel import Peers
@@ -67,6 +68,7 @@ def attach(
     sinks: int | None = None,
     protect: Sequence[Span] = (),
     impl: Impl = "auto",
+    rehearsal: str | Rehearsal | None = None,
     prefill_chunk: int | None = None,
     max_kv_tokens: int | None = None,
     every: int | None = None,
@@ -93,6 +95,10 @@ def attach(
         sinks: first tokens always kept; None takes the method's own.
         protect: spans (start, stop) of prompt positions always kept, from a row's first real token.
         impl: "auto", "reference", "torch" or "triton".
+        rehearsal: what is run over a prompt before it is evicted, so that what any later question needs stays: "replay"
+            (the prompt once more), "anchors" (a tenth of it, "anchors:0.05" another share), both joined by "+", or a
+            `Rehearsal`. None: the prompt's last queries decide. The whole model's heads then compete, by allocation
+            "global", unless another one is named.
         prefill_chunk: `generate` reads prompts this many tokens at a time; the same tokens are kept as in one piece.
         max_kv_tokens: tokens a head stores at most after each chunk; what is dropped early is gone for later chunks.
         every: evict from prompt and answer again every so many new tokens.
@@ -111,7 +117,14 @@ def attach(
         UnsupportedModelError: a model whose attention cannot be followed.
     """
     settings = Settings.parse(
-        method, budget=budget, allocation=allocation, sinks=sinks, protect=protect, impl=impl, **options
+        method,
+        budget=budget,
+        allocation=allocation,
+        sinks=sinks,
+        protect=protect,
+        impl=impl,
+        rehearsal=rehearsal,
+        **options,
     )
     model = checked_model(model)
     bounds = Bounds(prefill_chunk, max_kv_tokens, every, decode_budget, protect_prompt, decode, store, reuse_lse)

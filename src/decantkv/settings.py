@@ -13,11 +13,14 @@ from torch import Tensor
 
 from decantkv.base.options import Allocation, Impl, Span, expect_choice, expect_int, expect_spans
 from decantkv.methods import Method, resolve
+from decantkv.scoring.rehearsal import Rehearsal
 from decantkv.scoring.window import AttentionWindow
 from decantkv.selection.allocation import UNIFORM, AllocationRule, resolve_allocation
 from decantkv.selection.budget import Budget, count, fixed_spans
 from decantkv.selection.selector import Kept, Order, order, select
 from decantkv.selection.tensor_parallel import Peers
+
+REHEARSED = "rehearsed"  # a method's preset under a rehearsal
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,7 @@ class Settings:
         allocation: how the budget is spread over KV heads and layers.
         protect: spans (start, stop) of prompt positions always kept, counted from the first real token.
         impl: implementation of the scores.
+        rehearsal: what is run over a prompt so that its queries score it; None: the prompt's last queries score it.
     """
 
     method: Method
@@ -37,6 +41,7 @@ class Settings:
     allocation: AllocationRule = UNIFORM
     protect: tuple[Span, ...] = ()
     impl: Impl = "auto"
+    rehearsal: Rehearsal | None = None
 
     @classmethod
     def parse(
@@ -48,6 +53,7 @@ class Settings:
         sinks: int | None = None,
         protect: Sequence[Span] = (),
         impl: Impl = "auto",
+        rehearsal: str | Rehearsal | None = None,
         **options: Any,
     ) -> Self:
         """Check what a user typed; `None` takes the method's own, `options` are the named method's.
@@ -55,8 +61,10 @@ class Settings:
         Raises:
             TypeError, ValueError: an argument out of its range, or a budget in tokens below window plus sinks.
         """
-        chosen = resolve(method, **options)
-        rule = resolve_allocation(chosen.allocation if allocation is None else allocation)
+        rehearsed = Rehearsal.parse(rehearsal)
+        chosen = resolve(method, **options) if rehearsed is None else _rehearsed(method, options)
+        own = chosen.allocation if rehearsed is None or chosen.shared_by_heads else "layer"
+        rule = resolve_allocation(own if allocation is None else allocation)
         if chosen.shared_by_heads and rule.ragged:
             raise ValueError(
                 f"allocation: expected 'uniform', 'shared' or 'pyramid' with {chosen.name}, whose heads share one set "
@@ -67,7 +75,7 @@ class Settings:
             chosen = dataclasses.replace(chosen, sinks=int(sinks))
         parsed = Budget.parse(budget)
         parsed.check_fixed(chosen.window + chosen.sinks, f"window {chosen.window} and sinks {chosen.sinks}")
-        return cls(chosen, parsed, rule, expect_spans("protect", protect), impl)
+        return cls(chosen, parsed, rule, expect_spans("protect", protect), impl, rehearsed)
 
     @property
     def sinks(self) -> int:
@@ -81,6 +89,7 @@ class Settings:
             "sinks": self.sinks,
             "protect": [list(span) for span in self.protect],
             "impl": self.impl,
+            "rehearsal": None if self.rehearsal is None else str(self.rehearsal),
         }
 
     @property
@@ -215,6 +224,22 @@ class Settings:
             "rank": rank if two_stages or forced is not None else None,
             "shared": shared or method.shared_by_heads,
         }
+
+
+def _rehearsed(method: str | Method, options: dict[str, Any]) -> Method:
+    """The method for a rehearsal: under its preset of that name, where it has one and none other was named.
+
+    Raises:
+        ValueError: the method scores by something else than single queries' attention.
+    """
+    chosen = resolve(method, **options)
+    if not chosen.by_window or "queries" in chosen.needs or chosen.renumbers:
+        raise ValueError(
+            f"rehearsal: expected a method that scores by queries, such as dropkv or snapkv, got {chosen.describe()}"
+        )
+    if isinstance(method, str) and ":" not in method and REHEARSED in chosen.presets:
+        return resolve(f"{method}:{REHEARSED}", **options)
+    return chosen
 
 
 def must_share(allocation: str) -> ValueError:

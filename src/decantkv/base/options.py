@@ -16,7 +16,7 @@ Allocation = Literal["uniform", "shared", "ada", "ada-kvpress", "heads", "pyrami
 Span = tuple[int, int]
 RUN_OPTIONS = (  # keyword arguments of `attach` and `EvictingCache`, whatever the method
     "budget", "allocation", "sinks", "protect", "impl", "prefill_chunk", "max_kv_tokens", "every", "decode_budget",
-    "protect_prompt", "decode", "store", "reuse_lse",
+    "protect_prompt", "decode", "store", "reuse_lse", "rehearsal",
 )  # fmt: skip
 
 

@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
 from decantkv.cache.layer import PromptLayer
+from decantkv.cache.rehearsal import forget_read, rehearse_prompt
 from decantkv.hf.attention_hook import Hold, any_left, lock
 from decantkv.hf.generate_hooks import check_chunks, first_the_prompt, is_chunked, number_chunk
 from decantkv.hf.model_parts import cache_argument, decoder_of
@@ -46,7 +47,17 @@ def defer(cache: DynamicCache) -> None:
 
 def decide(cache: DynamicCache) -> None:
     """The prompt's last chunk is in."""
-    for layer in prompt_layers(cache):
+    layers = prompt_layers(cache)
+    rehearsal = next((layer.rehearsal for layer in layers if layer.waiting is not None), None)
+    if rehearsal is not None:
+        try:
+            rehearse_prompt(cache, rehearsal)
+        except BaseException:
+            for layer in cache.layers:
+                empty(layer)
+            raise
+    forget_read(cache)
+    for layer in layers:
         layer.finish()
 
 
@@ -54,6 +65,14 @@ def give_up(cache: DynamicCache) -> None:
     """No more chunks are to come, whether or not it was decided what to keep."""
     for layer in prompt_layers(cache):
         layer.deferred = layer.closing = False
+
+
+def empty(layer: CacheLayerMixin) -> None:
+    """Make a layer as it was before its prompt."""
+    layer.reset()
+    keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+    if isinstance(keys, Tensor) and isinstance(values, Tensor):  # transformers 4.x puts zeros in their place
+        layer.keys, layer.values = keys[..., :0, :], values[..., :0, :]
 
 
 def prompt_layers(cache: object) -> list[PromptLayer]:

@@ -26,6 +26,7 @@ from decantkv.cache.layer import PromptLayer, gather, window_of
 from decantkv.cache.memory import weighed
 from decantkv.cache.positions import UNBOUNDED, Bounds, Decode
 from decantkv.cache.ragged_layer import LayerContest, RaggedLayer
+from decantkv.cache.rehearsal import rehearse
 from decantkv.cache.report import Recorder, Report, storage_bytes
 from decantkv.cache.stores.inner import Inner
 from decantkv.hf import attention_hook
@@ -33,6 +34,7 @@ from decantkv.hf.attention_hook import Hold
 from decantkv.hf.door import checked_model, reads_again, text_config
 from decantkv.hf.model_parts import cache_argument, device_of, layer_config, rotation
 from decantkv.methods import Method
+from decantkv.scoring.rehearsal import Rehearsal
 from decantkv.selection.allocation import AllocationRule, Shared
 from decantkv.selection.budget import Budget
 from decantkv.selection.tensor_parallel import Peers
@@ -91,6 +93,7 @@ class EvictingCache(DynamicCache):
         sinks: int | None = None,
         protect: Sequence[Span] = (),
         impl: Impl = "auto",
+        rehearsal: str | Rehearsal | None = None,
         prefill_chunk: int | None = None,
         max_kv_tokens: int | None = None,
         every: int | None = None,
@@ -112,6 +115,7 @@ class EvictingCache(DynamicCache):
             sinks: first tokens always kept; None takes the method's own.
             protect: spans (start, stop) of prompt positions always kept.
             impl: "auto", "reference", "torch" or "triton".
+            rehearsal: see `attach`.
             prefill_chunk, max_kv_tokens, every, decode_budget, protect_prompt, decode, store, reuse_lse: see
                 `Bounds`; the first is for `attach`, a loop of one's own gives its chunks under `deferred`.
 
@@ -120,7 +124,14 @@ class EvictingCache(DynamicCache):
             UnsupportedModelError: a model whose attention cannot be followed.
         """
         settings = Settings.parse(
-            method, budget=budget, allocation=allocation, sinks=sinks, protect=protect, impl=impl, **options
+            method,
+            budget=budget,
+            allocation=allocation,
+            sinks=sinks,
+            protect=protect,
+            impl=impl,
+            rehearsal=rehearsal,
+            **options,
         )
         bounds = Bounds(prefill_chunk, max_kv_tokens, every, decode_budget, protect_prompt, decode, store, reuse_lse)
         self._prepare(model, settings, new_recorder(settings, bounds), bounds.check(settings))
@@ -222,6 +233,20 @@ class EvictingCache(DynamicCache):
         super().reset()
         if self.steps is not None:
             self.steps.forget()
+
+    def rehearse(self, input_ids: Tensor) -> None:
+        """Score the prompt by the queries of these tokens as well, and forget them.
+
+        To be called while the prompt waits, that is inside `deferred(cache)`; what is kept is then decided by the
+        queries of all such calls, and no longer by the prompt's last ones.
+
+        Args:
+            input_ids: [B, m], run at the positions that follow the prompt.
+
+        Raises:
+            ValueError: the cache holds no prompt that waits.
+        """
+        rehearse(self, input_ids)
 
     def nbytes(self) -> int:
         """Bytes of all keys and values held, by their distinct storages."""

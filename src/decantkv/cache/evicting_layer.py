@@ -15,7 +15,7 @@ from decantkv.cache.layer import PromptLayer, gather_kv, valid_slots, window_of
 from decantkv.cache.positions import UNBOUNDED, Bounds, Trail, choose
 from decantkv.cache.report import LayerRecord, Recorder
 from decantkv.hf.attention_hook import AttentionCall, CallTerms
-from decantkv.hf.chunked_attention import attend_chunk
+from decantkv.hf.chunked_attention import attend_chunk_with_lse
 from decantkv.hf.masks import PromptMask, among_new, read_prompt_mask, real_tokens
 from decantkv.hf.model_parts import output_projection
 from decantkv.hf.sdpa import attend_with_lse
@@ -24,6 +24,8 @@ from decantkv.selection.allocation import UNIFORM
 from decantkv.selection.selector import Kept
 from decantkv.selection.tensor_parallel import Peers
 from decantkv.settings import Settings
+
+Listening = Callable[["EvictingLayer", AttentionCall, tuple[Tensor, Tensor] | None], None]
 
 
 class EvictingLayer(PromptLayer):
@@ -56,6 +58,9 @@ class EvictingLayer(PromptLayer):
         self.own_chunks = False  # attends to a prompt's later chunks by itself
         # the window's output and log-sum-exp, or why the attention did not give them
         self.hints: tuple[Tensor, Tensor] | str | None = None
+        self.rehearsing: Listening | None = None  # takes the attention calls of tokens that are run over the prompt
+        self.rehearsed: Tensor | None = None  # [B, HK, N] what their queries make of the prompt's keys
+        self.rehearsal = settings.rehearsal
         self.settings, self.recorder, self.shared, self.rotate = settings, recorder, shared, rotate
         self.uneven = settings.allocation.by_layer
         self.wants_every_query = "queries" in settings.method.needs
@@ -156,7 +161,7 @@ class EvictingLayer(PromptLayer):
                 call, seen, rows, self.layer_idx, needs=self.settings.method.needs, rotate=self.rotate,
                 hints=self._take_hints(),
             )  # fmt: skip
-            scores = self.settings.score(win)
+            scores = self._scores(win)
         # a latent cache (MLA) stores one head for all, some models repeat heads after the cache
         shared = self.shared or call.key.shape[1] != keys.shape[1]
         with stopwatch.measure("selection", device):
@@ -165,6 +170,15 @@ class EvictingLayer(PromptLayer):
             heads = keys.shape[1]
             kept = Kept(kept.indices[:, :1].expand(-1, heads, -1), kept.counts[:, :1].expand(-1, heads), kept.rows)
         return kept
+
+    def _scores(self, win: AttentionWindow) -> Tensor:
+        """[B, HK, N] by the prompt's last queries, by those of a rehearsal, or by both."""
+        rehearsed, self.rehearsed = self.rehearsed, None
+        if rehearsed is None:
+            return self.settings.score(win)
+        if self.rehearsal is None or not self.rehearsal.window:
+            return rehearsed
+        return self.settings.method.add(rehearsed, self.settings.score(win))
 
     def _select(
         self, scores: Tensor, win: AttentionWindow, lengths: Sequence[int] | None, shared: bool, counts: list[int]
@@ -205,7 +219,10 @@ class EvictingLayer(PromptLayer):
                 "themselves, got another pattern, as images have; use decode='model', or read the prompt in one piece"
             )
         held = self._held(call)
-        return attend_chunk(call.query, call.key, call.value, held=held, scale=call.scale).transpose(1, 2).contiguous()
+        out, lse = attend_chunk_with_lse(call.query, call.key, call.value, held=held, scale=call.scale)
+        if self.rehearsing is not None and lse is not None:
+            self.hints = out, lse
+        return out.transpose(1, 2).contiguous()
 
     def _new_tokens(self, call: AttentionCall, held: tuple[int, ...]) -> PromptMask:
         """What the mask says of a chunk's own tokens, behind `held` real ones of each row."""
@@ -271,6 +288,10 @@ class EvictingLayer(PromptLayer):
         return tuple(n + call.query.shape[2] if later is None else n + later[row] for row, n in enumerate(self.held))
 
     def _wait(self, call: AttentionCall) -> None:
+        if self.rehearsing is not None:
+            hints, self.hints = self.hints, None
+            self.rehearsing(self, call, hints if isinstance(hints, tuple) else None)
+            return
         first = self.waiting is None
         super()._wait(call)
         if self.own_chunks or (first and self.bounds.own(call.key.device) and self._plain(call)):
@@ -289,7 +310,33 @@ class EvictingLayer(PromptLayer):
         return seen.window is None
 
     def _ahead(self, length: int, new: int) -> int:
+        if self.rehearsing is not None:
+            return 0
         return super()._ahead(length, new) if self.bounds.max_kv_tokens is None else 0
+
+    def read_keys(self) -> Tensor:
+        """[B, H, N, D] of a waiting prompt."""
+        return self._prompt()[0]
+
+    def go_back(self, length: int) -> None:
+        """Forget what came behind a waiting prompt's first `length` tokens."""
+        if self.prompt is None or self.logical <= length:
+            return
+        self.logical, self.hints = length, None
+        if self.chunks is not None and self.chunks.length > length:
+            self.chunks.crop(self.chunks.length - length)
+        keys, values = self.prompt
+        self.prompt = keys[:, :, :length], values[:, :, :length]
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Do not hold on to tensors that the prompt was read into, where it lies elsewhere since."""
+        if self.waiting is not None and self.prompt is not None:
+            (call, chunk), (keys, values) = self.waiting, self.prompt
+            if call.key.shape[1] == keys.shape[1]:
+                length = call.key.shape[2]
+                call = dataclasses.replace(call, key=keys[:, :, :length], value=values[:, :, :length])
+                self.waiting = call, chunk
 
     @torch.no_grad()
     def _thin(self, most: int) -> None:
@@ -450,5 +497,5 @@ class EvictingLayer(PromptLayer):
     def reset(self) -> None:
         """Empty again."""
         super().reset()
-        self.trail = self.frame = self.held = self.hints = self.noted = None
+        self.trail = self.frame = self.held = self.hints = self.noted = self.rehearsing = self.rehearsed = None
         self.recent, self.renewed, self.own_chunks = [], 0, False

@@ -27,6 +27,7 @@ from decantkv.cache.layer import PromptLayer
 from decantkv.cache.ragged_layer import RaggedLayer
 from decantkv.cache.stores.ragged import RaggedStore
 from decantkv.methods import known_methods, resolve
+from decantkv.scoring.rehearsal import Rehearsal
 from decantkv.selection.allocation import known_allocations, resolve_allocation
 from decantkv.selection.budget import Budget
 from decantkv.selection.selector import Kept
@@ -59,6 +60,7 @@ def settings_as_dict(settings: Settings) -> dict[str, Any]:
         "sinks": settings.sinks,
         "protect": settings.protect,
         "impl": settings.impl,
+        "rehearsal": None if settings.rehearsal is None else dataclasses.asdict(settings.rehearsal),
     }
 
 
@@ -68,6 +70,7 @@ def settings_from_dict(saved: Mapping[str, Any]) -> Settings:
     kind = type(resolve_allocation(rule.pop("name")))
     budget, spans = saved["budget"], [(int(a), int(b)) for a, b in saved["protect"]]
     protect: Sequence[Span] = spans
+    rehearsal = saved.get("rehearsal")
     return Settings.parse(
         resolve(method.pop("name"), **method),
         budget=Budget.of_share(budget) if isinstance(budget, str) else Budget(None, budget),
@@ -75,6 +78,7 @@ def settings_from_dict(saved: Mapping[str, Any]) -> Settings:
         sinks=saved["sinks"],
         protect=protect,
         impl=saved["impl"],
+        rehearsal=None if rehearsal is None else Rehearsal(**rehearsal),
     )
 
 

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
+from decantkv.cache.chunked_reading import decide, empty, prompt_layers
 from decantkv.cache.evicting_layer import EvictingLayer
 from decantkv.cache.layer import PromptLayer
+from decantkv.cache.rehearsal import note_read
 from decantkv.hf.attention_hook import Hold, any_left, lock
 from decantkv.hf.masks import padded_turn
 from decantkv.hf.model_parts import decoder_of
@@ -92,6 +94,8 @@ def _begin(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | N
         )
     vars(cache).pop(_TORN, None)
     _refuse_padded_turn(cache.layers, kwargs)
+    if layer is not None:
+        _begin_prompt(cache, kwargs)
     vars(cache)[_BEFORE] = before
 
 
@@ -102,8 +106,23 @@ def _end(decoder: nn.Module, args: tuple[Any, ...], *kwargs_and_output: Any) -> 
     kwargs, output = kwargs_and_output
     cache = _cache_among(args, kwargs)
     before = None if cache is None else vars(cache).pop(_BEFORE, None)
-    if cache is not None and before is not None and output is None:
+    if cache is None or before is None:
+        return
+    if output is None:
         _undo(cache, before)
+    elif any(layer.closing and layer.rehearsal is not None for layer in prompt_layers(cache)):
+        decide(cache)
+
+
+def _begin_prompt(cache: DynamicCache, kwargs: Mapping[str, Any]) -> None:
+    """A prompt that will be rehearsed waits, also where it comes in one piece, until its forward is over."""
+    layers = prompt_layers(cache)
+    begins, rehearsed = layers[0].logical == 0, layers[0].rehearsal is not None
+    if begins and rehearsed and not layers[0].deferred:
+        for layer in layers:
+            layer.deferred = layer.closing = True
+    if layers[0].deferred and (begins or layers[0].waiting is not None):
+        note_read(cache, kwargs, begins=begins, checked=rehearsed)
 
 
 def _cache_among(args: Sequence[Any], kwargs: Mapping[str, Any]) -> DynamicCache | None:
@@ -115,7 +134,7 @@ def _undo(cache: DynamicCache, before: int) -> None:
     layers = [layer for layer in cache.layers if isinstance(layer, PromptLayer)]
     if before == 0 or any(layer.prompt is not None for layer in layers):
         for layer in cache.layers:
-            _empty(layer)
+            empty(layer)
         return
     try:
         for layer in layers:
@@ -128,13 +147,6 @@ def _undo(cache: DynamicCache, before: int) -> None:
                 layer.crop(-ahead)
     except (RuntimeError, ValueError):  # evicted since, or a window that has moved on
         vars(cache)[_TORN] = True
-
-
-def _empty(layer: CacheLayerMixin) -> None:
-    layer.reset()
-    keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-    if isinstance(keys, Tensor) and isinstance(values, Tensor):  # transformers 4.x puts zeros in their place
-        layer.keys, layer.values = keys[..., :0, :], values[..., :0, :]
 
 
 def _refuse_padded_turn(layers: Sequence[CacheLayerMixin], kwargs: Mapping[str, Any]) -> None:

@@ -27,6 +27,7 @@ from decantkv.hf import attention_hook
 from decantkv.hf.attention_hook import AttentionCall, interrupted
 from decantkv.hf.masks import PromptMask, hide_filler, read_prompt_mask, refit
 from decantkv.hf.model_parts import output_projection
+from decantkv.scoring.rehearsal import Rehearsal
 from decantkv.scoring.window import AttentionWindow, Rotate, make_window
 from decantkv.selection.selector import FILLER, Kept
 
@@ -47,6 +48,7 @@ class PromptLayer(CacheLayerMixin):
     wants_every_query = False  # a method looks at all of the prompt's queries
     inner: Inner = "plain"  # where kept tokens live
     uneven = False  # layers of one cache may store different numbers of tokens
+    rehearsal: Rehearsal | None = None  # what is run over a prompt before it is decided what to keep
 
     def __init__(self, layer_idx: int, cache_id: int, rows: int) -> None:
         self.layer_idx, self.cache_id, self.rows = layer_idx, cache_id, rows
@@ -164,7 +166,7 @@ class PromptLayer(CacheLayerMixin):
             self._check_tokens(call)
             if self.deferred:
                 self._wait(call)
-                if self.closing:
+                if self.closing and self.rehearsal is None:
                     self.finish()
                 return
             self._keep(call, self._read_mask(call, min(self.rows, call.query.shape[2])))

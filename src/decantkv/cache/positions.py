@@ -84,6 +84,12 @@ class Bounds:
             )
         if self.reuse_lse and settings.impl == "reference":
             raise ValueError("reuse_lse: expected an implementation that reads keys once, got impl='reference'")
+        taken = {"max_kv_tokens": self.max_kv_tokens, "every": self.every, "reuse_lse": self.reuse_lse}
+        if settings.rehearsal is not None and (beside := [name for name, value in taken.items() if value]):
+            raise ValueError(
+                f"{beside[0]}: expected none beside rehearsal, which needs the whole prompt and scores by tokens that "
+                f"come after it, got {taken[beside[0]]!r}"
+            )
         if self.max_kv_tokens is not None:
             if self.prefill_chunk is None:
                 raise ValueError("prefill_chunk: expected the length of a chunk beside max_kv_tokens, got None")

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-Stage = Literal["scoring", "selection", "compaction", "prefill"]
+Stage = Literal["scoring", "selection", "rehearsal", "compaction", "prefill"]
 SPANS = 1024  # open-ended runs add finished spans up, and move counts off the device, beyond so many
 RECORDS = 8192  # of a layer's prompts that a run keeps; older ones are counted and forgotten
 _lock = threading.RLock()  # around every change of a recorder, which threads share
@@ -205,7 +205,7 @@ class Recorder:
             return self._report()
 
     def _report(self) -> Report:
-        stages: tuple[Stage, ...] = ("scoring", "selection", "compaction", "prefill")
+        stages: tuple[Stage, ...] = ("scoring", "selection", "rehearsal", "compaction", "prefill")
         return Report(
             method=self.method,
             budget=self.budget,

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, Self, get_args
 
+import torch
 from torch import Tensor
 
 from decantkv.base.options import Impl, Need, Pool, PoolScope, expect_choice, expect_int, expect_odd
@@ -118,6 +119,10 @@ class Method(ABC):
     def base_score(self, win: AttentionWindow, *, impl: Impl = "auto") -> Tensor:
         """[B, H, N] float32: what selection pools and hands to `rank`; `score` unless the method has two stages."""
         return self.score(win, impl=impl)
+
+    def add(self, scores: Tensor, more: Tensor) -> Tensor:
+        """[B, H, N] by the queries behind both scores; the larger where the method takes a maximum over queries."""
+        return torch.maximum(scores, more) if getattr(self, "reduce", "sum") == "max" else scores + more
 
     def rank(self, pooled: Tensor, win: AttentionWindow, n_keep: Sequence[int]) -> Tensor:
         """The order of keeping, from pooled base scores; the identity unless the method has two stages.

@@ -1,0 +1,246 @@
+"""Run tokens over a prompt that was read but not yet evicted, score its keys by their queries, and forget them.
+
+The prompt's layers wait, as for the last chunk of a prompt. Every passage is one forward of the decoder over the full
+cache, at the positions that follow the prompt; afterwards each layer goes back to the prompt's length, and layers that
+are not evicted get back what they held.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
+
+from decantkv.base.precision import alike, without_autocast
+from decantkv.cache.evicting_layer import EvictingLayer
+from decantkv.hf import attention_hook
+from decantkv.hf.attention_hook import AttentionCall, UnsupportedModelError
+from decantkv.hf.model_parts import cache_argument, decoder_of, output_projection
+from decantkv.scoring.rehearsal import Rehearsal
+from decantkv.scoring.window import make_window
+
+_READ = "_decantkv_read"  # on a cache that waits: the prompt that was read into it
+
+
+@dataclass(frozen=True)
+class Read:
+    """A prompt as its forwards were given it, chunk by chunk.
+
+    Attributes:
+        ids: [B, N] token ids; None where a forward was given embeddings alone.
+        mask: [B, N], 0 at pads; None where none are.
+    """
+
+    ids: Tensor | None
+    mask: Tensor | None
+
+    def pads(self) -> tuple[int, ...] | None:
+        """Pads of each row, on the left; None where there are none."""
+        hidden = None if self.mask is None else (self.mask == 0).sum(-1)
+        return None if hidden is None or not bool(hidden.any()) else tuple(hidden.tolist())
+
+
+def note_read(cache: DynamicCache, kwargs: Mapping[str, Any], *, begins: bool, checked: bool) -> None:
+    """Remember the token ids and the mask of a forward that reads a prompt, or a chunk of it.
+
+    Args:
+        begins: it is the first; checked: a rehearsal will follow.
+
+    Raises:
+        ValueError: the forward's mask or positions are of a kind that the rehearsal could not continue.
+    """
+    mask, ids = kwargs.get("attention_mask"), kwargs.get("input_ids")
+    if checked and isinstance(mask, Tensor) and mask.dim() != 2:
+        raise ValueError("attention_mask: expected a 2-D mask, or none, beside rehearsal, got another kind")
+    positions = kwargs.get("position_ids")
+    if checked and isinstance(positions, Tensor) and positions.dim() != 2:
+        raise ValueError(
+            "rehearsal: expected a prompt whose tokens have one position each, got several, as images have"
+        )
+    before: Read | None = None if begins else vars(cache).get(_READ)
+    if before is not None:
+        known = before.ids is not None and ids is not None
+        ids = torch.cat([before.ids, ids], 1) if known else None  # type: ignore[list-item]  # known says so
+    vars(cache)[_READ] = Read(ids, mask if isinstance(mask, Tensor) else None)
+
+
+def forget_read(cache: DynamicCache) -> None:
+    """Hold nothing of a prompt that was decided on."""
+    vars(cache).pop(_READ, None)
+
+
+@torch.no_grad()
+def rehearse_prompt(cache: DynamicCache, rehearsal: Rehearsal) -> None:
+    """Score a waiting prompt by the queries of all the rehearsal's passages.
+
+    Raises:
+        ValueError: the prompt came as embeddings, so that its tokens cannot be run again.
+    """
+    read: Read | None = vars(cache).get(_READ)
+    layers = evicting_layers(cache)
+    length = layers[0].logical
+    if read is None or read.ids is None or read.ids.shape[1] != length:
+        raise ValueError("rehearsal: expected a prompt that came as input_ids, got embeddings")
+    ids = read.ids
+    keys = [layer.read_keys() for layer in layers] if rehearsal.anchors else []
+    for places in rehearsal.passages(ids, keys, read.pads()):
+        own = ids.gather(1, places.clamp_min(0))
+        real = None if read.mask is None else read.mask.gather(1, places.clamp_min(0)) * (places >= 0) + (places < 0)
+        run_over(cache, torch.where(places >= 0, own, -1 - places), read, real)
+
+
+def rehearse(cache: DynamicCache, ids: Tensor) -> None:
+    """Run tokens [B, m] over a prompt that waits; see `EvictingCache.rehearse`."""
+    run_over(cache, ids, vars(cache).get(_READ) or Read(None, None))
+
+
+@torch.no_grad()
+def run_over(cache: DynamicCache, ids: Tensor, read: Read, real: Tensor | None = None) -> None:
+    """Run tokens over a waiting prompt, add what their queries make of its keys to each layer's scores, forget them.
+
+    An error, or an interrupt, leaves the cache as it was before, the scores of earlier passages included.
+
+    Args:
+        ids: [B, m] token ids.
+        real: [B, m], 0 at tokens that are pads; None where none are.
+    """
+    layers = evicting_layers(cache)
+    model = layers[0].owner() if layers[0].owner is not None else None
+    if not isinstance(model, nn.Module):
+        raise RuntimeError("the cache's model is gone")
+    decoder, length = decoder_of(model), layers[0].logical
+    kwargs: dict[str, Any] = {"input_ids": ids, "use_cache": True, cache_argument(decoder): cache}
+    pads = read.pads()
+    if pads is not None or (real is not None and not bool(real.all())):
+        mask = torch.ones(ids.shape[0], length, device=ids.device) if read.mask is None else read.mask
+        mask = torch.cat([mask.long(), torch.ones_like(ids) if real is None else real.long()], 1)
+        kwargs["attention_mask"] = mask
+        if "position_ids" in inspect.signature(decoder.forward).parameters:
+            kwargs["position_ids"] = (mask.cumsum(-1) - 1).clamp_min(0)[:, -ids.shape[1] :]
+    passage = _Passage(length, kwargs.get("attention_mask"))
+    before = [layer.rehearsed for layer in layers]
+    with _others_restored(cache), _listened(layers, passage, own=passage.mask is None):
+        try:
+            decoder.forward(**kwargs)
+            if passage.heard < len(layers):
+                raise UnsupportedModelError("rehearsal: expected an attention call in every layer, got none in some")
+        except BaseException:
+            attention_hook.forget()
+            for layer, scores in zip(layers, before, strict=True):
+                layer.rehearsed = scores
+            raise
+
+
+def evicting_layers(cache: DynamicCache) -> list[EvictingLayer]:
+    """The cache's layers that wait with a prompt that was read.
+
+    Raises:
+        ValueError: there is no such prompt.
+    """
+    layers = [layer for layer in cache.layers if isinstance(layer, EvictingLayer)]
+    if not layers or any(layer.waiting is None for layer in layers):
+        raise ValueError(
+            "rehearsal: expected a cache that holds a whole prompt, which it does while deferred(cache) is open, got "
+            "one that is empty or was evicted"
+        )
+    return layers
+
+
+class _Passage:
+    """Takes each layer's attention call of one forward over a waiting prompt."""
+
+    def __init__(self, length: int, mask: Tensor | None) -> None:
+        """`length` of the prompt; `mask` [B, length + m], 0 at pads, or None."""
+        self.length, self.mask, self.heard = length, mask, 0
+
+    def __call__(self, layer: EvictingLayer, call: AttentionCall, hints: tuple[Tensor, Tensor] | None) -> None:
+        """Add the costs of the prompt's keys for this call's queries to the layer's scores."""
+        if not call.causal:
+            raise UnsupportedModelError(
+                f"rehearsal: expected causal attention, got {call.attention_class}, whose tokens see later ones"
+            )
+        with layer.recorder.stopwatch.measure("rehearsal", call.key.device), without_autocast(call.key.device):
+            scores = self._score(layer, call, hints)[..., : self.length]
+            if layer.rehearsed is not None:
+                scores = layer.settings.method.add(layer.rehearsed, scores)
+            layer.rehearsed = scores.contiguous()
+        layer.let_go()
+        self.heard += 1
+
+    def _score(self, layer: EvictingLayer, call: AttentionCall, hints: tuple[Tensor, Tensor] | None) -> Tensor:
+        new, kv_len = call.query.shape[2], call.key.shape[2]
+        query, key, value = alike(call.query, call.key, call.value)
+        seen = weights = None
+        if self.mask is not None:
+            shown = self.mask.to(key.device) != 0
+            place = torch.arange(kv_len, device=key.device)
+            causal = place <= place[-new:, None]
+            weights = shown[:, None, -new:].float()
+            itself = place == place[-new:, None]  # what a pad sees alone, so that its row is finite; it counts for 0
+            seen = (shown[:, None, None] & causal) | itself
+        window = make_window(
+            query,
+            key,
+            value,
+            scale=call.scale,
+            softcap=call.softcap,
+            sink_logits=call.sink_logits,
+            mask=seen,
+            out=None if hints is None else hints[0],
+            lse=None if hints is None else hints[1],
+            layer_idx=layer.layer_idx,
+            output_projection=output_projection(call.module, query, value)
+            if "W_O" in layer.settings.method.needs
+            else None,
+            rotate=layer.rotate,
+        )
+        if weights is not None:
+            window = dataclasses.replace(window, row_weights=weights)
+        return layer.settings.score(window)
+
+
+@contextmanager
+def _listened(layers: Sequence[EvictingLayer], passage: _Passage, *, own: bool) -> Iterator[None]:
+    """While open, attention calls go to the passage; afterwards the layers hold the prompt alone.
+
+    Args:
+        own: whether layers that attend by themselves go on so: they know of pads on the left alone.
+    """
+    attends = [layer.own_chunks for layer in layers]
+    try:
+        for layer in layers:
+            layer.rehearsing = passage
+            layer.own_chunks = layer.own_chunks and own
+        yield
+    finally:
+        for layer, before in zip(layers, attends, strict=True):
+            layer.go_back(passage.length)
+            layer.rehearsing, layer.own_chunks = None, before
+
+
+@contextmanager
+def _others_restored(cache: DynamicCache) -> Iterator[None]:
+    """While open, layers that are not evicted may change; afterwards they hold what they held."""
+    others = [layer for layer in cache.layers if not isinstance(layer, EvictingLayer)]
+    before = [_copied(layer) for layer in others]
+    try:
+        yield
+    finally:
+        for layer, attributes in zip(others, before, strict=True):
+            vars(layer).clear()
+            vars(layer).update(attributes)
+
+
+def _copied(layer: CacheLayerMixin) -> dict[str, Any]:
+    """The layer's attributes; tensors that it may write in place as copies."""
+    if isinstance(layer, DynamicLayer):  # windows included: these make new tensors
+        return dict(vars(layer))
+    return {name: copy.deepcopy(value) for name, value in vars(layer).items()}
