@@ -19,7 +19,8 @@ from decantkv.selection.selector import Kept
 PROMPT, CUT, NEW = 90, 71, 12
 POLICIES = parse_policies(
     "dropkv,snapkv,snapkv:shared,adadropkv,dropkv[allocation=layer],dropkv[allocation=pyramid],knorm,random,h2o,"
-    "criticalkv,defensivekv,tova,streaming[renumber=false],dropkv[weigh=output],expected-attention"
+    "criticalkv,defensivekv,tova,streaming[renumber=false],dropkv[weigh=output],expected-attention,"
+    "dropkv[rehearsal=replay+anchors,allocation=uniform],snapkv[rehearsal=anchors:0.3+window]"
 )
 
 
@@ -34,7 +35,12 @@ def read(model, ids):
     """The prompt read once, and what every policy keeps at both cuts."""
     settings = {policy.label: policy.settings("0.3") for policy in POLICIES}
     needs = frozenset(need for s in settings.values() for need in s.method.needs)
-    reader = Reader(model, rows=max(s.rows for s in settings.values()), needs=needs)
+    reader = Reader(
+        model,
+        rows=max(s.rows for s in settings.values()),
+        needs=needs,
+        rehearsals=[s.rehearsal for s in settings.values() if s.rehearsal],
+    )
     kept = {}
     for cut, windows in reader.read(ids, [CUT, PROMPT]):
         for label, s in settings.items():
@@ -50,7 +56,12 @@ def plainly(model, ids, cut, policy):
     with (
         torch.no_grad(),
         decantkv.attach(
-            model, chosen.method, budget=chosen.budget, allocation=chosen.allocation, sinks=chosen.sinks
+            model,
+            chosen.method,
+            budget=chosen.budget,
+            allocation=chosen.allocation,
+            sinks=chosen.sinks,
+            rehearsal=chosen.rehearsal,
         ) as run,
     ):
         cache = run.new_cache()

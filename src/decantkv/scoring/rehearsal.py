@@ -84,6 +84,12 @@ class Rehearsal:
         ]
         return "+".join(name for name in names if name)
 
+    def longest(self, length: int) -> int:
+        """The most tokens that one passage over a prompt of `length` tokens may have."""
+        replay = len(self.lead) + self.quote + min(self.chunk, length) if self.replay else 0
+        anchors = max(1, round(self.anchors * length)) if self.anchors else 0
+        return max(replay, anchors, *map(len, self.questions), 0)
+
     def passages(self, prompt: Tensor, keys: Sequence[Tensor], hidden: Sequence[int] | None = None) -> Iterator[Tensor]:
         """Yield which tokens each forward runs.
 

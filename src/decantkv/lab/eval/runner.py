@@ -133,7 +133,8 @@ class Runner:
         needs = frozenset(need for settings in asked for need in settings.method.needs)
         self.memory = cache_memory(model.device, None) if memory is None else memory
         rows = max((settings.rows for settings in asked), default=1)
-        self.reader = Reader(model, rows=rows, needs=needs, memory=self.memory // 4)
+        rehearsals = [settings.rehearsal for settings in asked if settings.rehearsal is not None]
+        self.reader = Reader(model, rows=rows, needs=needs, memory=self.memory // 4, rehearsals=rehearsals)
         self.graphs = model.device.type == "cuda" if graphs is None else graphs
         self.standins = standins(model, one_token=False) if self.graphs else ()
         on_cuda, config = model.device.type == "cuda", text_config(model)

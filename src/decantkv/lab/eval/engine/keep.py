@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from typing import Any
@@ -51,6 +52,11 @@ TOGETHER_BYTES = 2**30  # float32 keys of the layers that are scored as one batc
 
 def score(windows: Sequence[AttentionWindow], settings: Settings) -> Tensor:
     """[layers, H, N] float32: the method's scores in every layer."""
+    if settings.rehearsal is not None and isinstance(windows, Windows):
+        rehearsed = windows.rehearsed(settings)
+        if not settings.rehearsal.window:
+            return rehearsed
+        return settings.method.add(rehearsed, score(windows, dataclasses.replace(settings, rehearsal=None)))
     together = windows.together if isinstance(windows, Windows) else None
     own = _own_score(settings.method)
     parts = windows if together is None or own is None else _parts(together)
@@ -64,8 +70,13 @@ def score_key(settings: Settings) -> tuple[object, ...]:
     """Settings with equal keys have equal scores: those that differ in how they select alone share one computation."""
     method, own = settings.method, _own_score(settings.method)
     if own is None:
-        return method, settings.impl
-    return own, settings.impl, *((f.name, getattr(method, f.name)) for f in fields(method) if f.name not in _SELECTION)
+        return method, settings.impl, settings.rehearsal
+    return (
+        own,
+        settings.impl,
+        settings.rehearsal,
+        *((f.name, getattr(method, f.name)) for f in fields(method) if f.name not in _SELECTION),
+    )
 
 
 def _own_score(method: Method) -> Any:

@@ -48,7 +48,9 @@ def parse_policy(label: str) -> Policy:
         ValueError, TypeError: an unknown method, preset, option or bit width.
     """
     label = label.strip()
-    named, plus, protect = label.partition("+")
+    bare, bracket, after = label.rpartition("]")  # inside brackets "+" joins a rehearsal's sources
+    last, plus, protect = after.partition("+")
+    named = bare + bracket + last
     if plus and protect != "protect":
         raise ValueError(f"method: expected nothing or +protect after the name, got {label!r}")
     if label == FULL:
@@ -88,7 +90,8 @@ def describe(policy: Policy, budget: str) -> str:
     if policy.kind != "evict":
         return policy.label
     settings = policy.settings(budget)
-    return f"{settings.method.describe()}, allocation={settings.allocation.name}, sinks={settings.sinks}"
+    rehearsal = f", rehearsal={settings.rehearsal}" if settings.rehearsal is not None else ""
+    return f"{settings.method.describe()}, allocation={settings.allocation.name}, sinks={settings.sinks}{rehearsal}"
 
 
 def name_of(policy: Policy) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,9 +18,11 @@ from decantkv.cache.evicting_cache import ATTEND_TWICE, cache_argument, checked_
 from decantkv.hf import attention_hook
 from decantkv.hf.attention_hook import AttentionCall, Hold
 from decantkv.hf.chunked_attention import attend_chunk_with_lse
-from decantkv.hf.model_parts import output_projection, rotation
+from decantkv.hf.model_parts import decoder_of, output_projection, rotation
 from decantkv.scoring import streams
+from decantkv.scoring.rehearsal import Rehearsal
 from decantkv.scoring.window import AttentionWindow, Denominators, Rotate, make_window
+from decantkv.settings import Settings
 
 _serial = itertools.count()
 
@@ -43,11 +45,18 @@ class Windows(list[AttentionWindow]):
         together: the layers as the batch rows of one window, views of the same memory without what belongs to a layer
             (index, W_O, rotation); None where the layers' attention differs in more than its tensors.
         carried: what later cuts of the prompt need not compute again.
+        rehearsed: gives [layers, H, N] scores by the queries of the settings' rehearsal, while the reader stands here.
     """
 
-    def __init__(self, each: Sequence[AttentionWindow], together: AttentionWindow | None, carried: Carried) -> None:
+    def __init__(
+        self,
+        each: Sequence[AttentionWindow],
+        together: AttentionWindow | None,
+        carried: Carried,
+        rehearsed: Callable[[Settings], Tensor],
+    ) -> None:
         super().__init__(each)
-        self.together, self.carried = together, carried
+        self.together, self.carried, self.rehearsed = together, carried, rehearsed
 
     @functools.cached_property
     def with_norms(self) -> AttentionWindow | None:
@@ -118,6 +127,8 @@ class WatchedLayer(DynamicLayer):
         self.queries: Tensor | None = None  # [1, HQ, ≤ rows, D]
         self.call: AttentionCall | None = None
         self.plain = True  # so far
+        self.passage: Callable[[WatchedLayer, AttentionCall], None] | None = None  # takes the calls of a rehearsal
+        self.hints: tuple[Tensor, Tensor] | None = None  # output and denominators of a passage's call
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append, and announce the attention call that follows."""
@@ -144,7 +155,8 @@ class WatchedLayer(DynamicLayer):
         if not _plain(call):
             raise RuntimeError(f"layer {self.layer_idx}: expected plain causal attention as the layer began with")
         out, lse = attend_chunk_with_lse(call.query, call.key, call.value, held=[kv_len], scale=call.scale)
-        if self.rows is None and lse is not None:
+        self.hints = None if lse is None or self.passage is None else (out, lse)
+        if self.passage is None and self.rows is None and lse is not None:
             self._note(lse, kv_len - new)
         return out.transpose(1, 2).contiguous()
 
@@ -161,6 +173,9 @@ class WatchedLayer(DynamicLayer):
 
     def after_attention(self, call: AttentionCall) -> None:
         """Keep the newest queries."""
+        if self.passage is not None:
+            self.passage(self, call)
+            return
         self.plain = self.plain and _plain(call)
         if self.rows is None:
             self.queries = self._queries.put(self.layer_idx, call.key.shape[2] - call.query.shape[2], call.query)
@@ -168,6 +183,11 @@ class WatchedLayer(DynamicLayer):
             newest = call.query if self.queries is None else torch.cat([self.queries, call.query], dim=2)
             self.queries = newest[:, :, -self.rows :].clone()
         self.call = replace(call, query=self.queries, key=self.queries, value=self.queries, mask=None)
+
+    def go_back(self, length: int) -> None:
+        """Hold the first `length` tokens alone."""
+        self.keys, self.values = self.keys[:, :, :length], self.values[:, :, :length]
+        self.passage = self.hints = None
 
     def let_go(self) -> None:
         """Keys and values are what is left of a prompt that was read."""
@@ -191,6 +211,15 @@ class WatchedLayer(DynamicLayer):
             else None,
             rotate=rotate,
         )
+
+    def passage_window(self, call: AttentionCall, needs: frozenset[Need], rotate: Rotate | None) -> AttentionWindow:
+        """A passage's attention call as methods receive it, over the prompt and the passage itself."""
+        out, lse = (None, None) if self.hints is None else self.hints
+        return make_window(
+            call.query, call.key, call.value, scale=call.scale, softcap=call.softcap, sink_logits=call.sink_logits,
+            out=out, lse=lse, layer_idx=self.layer_idx, rotate=rotate,
+            output_projection=output_projection(call.module, call.query, call.value) if "W_O" in needs else None,
+        )  # fmt: skip
 
 
 @dataclass
@@ -221,6 +250,7 @@ class Reader:
         rows: how many of the last queries the policies' methods look at, at most.
         needs: what the methods name as theirs.
         memory: bytes that a forward's activations and mask may take.
+        rehearsals: what policies run over prompts.
 
     Attributes:
         plain: whether the model's attention, tried on two tokens, is causal SDPA and nothing else. Chunks after the
@@ -228,11 +258,17 @@ class Reader:
     """
 
     def __init__(
-        self, model: PreTrainedModel, *, rows: int, needs: frozenset[Need] = frozenset(), memory: int = 2**34
+        self,
+        model: PreTrainedModel,
+        *,
+        rows: int,
+        needs: frozenset[Need] = frozenset(),
+        memory: int = 2**34,
+        rehearsals: Sequence[Rehearsal] = (),
     ) -> None:
         model = checked_model(model)
         self.model, self.rows, self.memory = model, max(rows, 1), memory
-        self._needs = needs
+        self._needs, self._rehearsals = needs, rehearsals
         self._rotate = rotation(model) if "rotate" in needs else None
         self._name = cache_argument(model)
         probe = DynamicCache(config=text_config(model)).layers
@@ -258,7 +294,8 @@ class Reader:
         cache_id = next(_serial)
         cache = DynamicCache(config=text_config(self.model))
         remembered = None if "queries" in self._needs else self.rows
-        self._stacks = [Stack(self._layers, len(ids)) for _ in range(4)]
+        room = max((rehearsal.longest(len(ids)) for rehearsal in self._rehearsals), default=0)
+        self._stacks = [Stack(self._layers, len(ids) + room) for _ in range(4)]
         self._carried = Carried()
         self._watched = [
             WatchedLayer(i, cache_id, remembered, *self._stacks, own=self.plain) for i in range(self._layers)
@@ -272,7 +309,7 @@ class Reader:
             begin = 0
             for cut in sorted({*cuts, len(ids)}):
                 begin = self._forward(tokens, begin, cut, cache)
-                yield cut, self._windows(cut)
+                yield cut, self._windows(cut, functools.partial(self._rehearse, tokens[:, :cut], cache))
         finally:
             attention_hook.forget()
             hold.close()
@@ -300,11 +337,37 @@ class Reader:
         values = [layer.values for layer in self._watched]
         return Reading(keys, values, keys[0].shape[2], self._next_logits)
 
-    def _windows(self, cut: int) -> Windows:
+    @torch.no_grad()
+    def _rehearse(self, ids: Tensor, cache: DynamicCache, settings: Settings) -> Tensor:
+        """[layers, H, N] scores of the tokens read so far, `ids` [1, N], by the queries of the settings' rehearsal."""
+        rehearsal, layers, length = settings.rehearsal, self._watched, ids.shape[1]
+        if rehearsal is None:
+            raise ValueError("settings: expected a rehearsal, got none")
+        scores: list[Tensor | None] = [None] * len(layers)
+
+        def passage(layer: WatchedLayer, call: AttentionCall) -> None:
+            made = settings.score(layer.passage_window(call, settings.method.needs, self._rotate))[..., :length]
+            before = scores[layer.layer_idx]
+            scores[layer.layer_idx] = made.contiguous() if before is None else settings.method.add(before, made)
+
+        keys = [layer.keys for layer in layers] if rehearsal.anchors else []
+        for places in rehearsal.passages(ids, keys):
+            tokens = torch.where(places >= 0, ids.gather(1, places.clamp_min(0)), -1 - places)
+            position = torch.arange(length, length + tokens.shape[1], device=ids.device)[None]
+            try:
+                for layer in layers:
+                    layer.passage = passage
+                decoder_of(self.model).forward(tokens, position_ids=position, use_cache=True, **{self._name: cache})
+            finally:
+                for layer in layers:
+                    layer.go_back(length)
+        return torch.cat([x for x in scores if x is not None])
+
+    def _windows(self, cut: int, rehearsed: Callable[[Settings], Tensor]) -> Windows:
         each = [layer.window(self.rows, self._needs, self._rotate) for layer in self._watched]
         first = each[0]
         if any((win.scale, win.softcap) != (first.scale, first.softcap) or win.sink_logits is not None for win in each):
-            return Windows(each, None, self._carried)
+            return Windows(each, None, self._carried, rehearsed)
         keys, values, queries, lse = self._stacks
         every = queries.until(cut) if first.queries is not None else None
         begin, end = self._watched[0].known
@@ -319,7 +382,7 @@ class Reader:
             denominators=known,
             column_mass=self._carried.column_mass,
         )
-        return Windows(each, together, self._carried)
+        return Windows(each, together, self._carried, rehearsed)
 
     def _forward(self, tokens: Tensor, begin: int, stop: int, cache: DynamicCache) -> int:
         for start in range(begin, stop, self.chunk):
