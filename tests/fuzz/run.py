@@ -141,9 +141,10 @@ def outcomes(first: int, *, workers: int, seconds: float, sequences: int, shrink
         except BrokenProcessPool:
             yield Outcome(number, fault=f"a process ended in this batch or in one of {sorted(running.values())}")
         finally:
-            for process in list((pool._processes or {}).values()):
-                process.kill()
-            pool.shutdown(cancel_futures=True)
+            if running:  # batches that hang, or that nobody waits for any more
+                for process in list((pool._processes or {}).values()):
+                    process.kill()
+            pool.shutdown(wait=not running, cancel_futures=True)
 
 
 def main() -> int:
