@@ -10,8 +10,8 @@ import decantkv
 from decantkv import EvictingCache
 from decantkv.cache.evicting_cache import cache_argument, deferred
 from decantkv.scoring.rehearsal import Rehearsal
-from tests import tiny
-from tests.judge import evicted_and_judged
+from tests.support import tiny
+from tests.support.judge import evicted_and_judged
 
 
 def full_pass(model, ids):
@@ -94,7 +94,7 @@ def test_what_stays_is_what_deletion_under_the_rehearsals_queries_would_cost_mos
 
 
 @pytest.mark.parametrize("decode", ["model", "own"])
-@pytest.mark.parametrize("allocation", ["uniform", "ada", "layer"])
+@pytest.mark.parametrize("allocation", ["uniform", "ada", "global"])
 @pytest.mark.parametrize("padded", [False, True])
 def test_answers_equal_the_full_cache_with_the_dropped_tokens_hidden(padded, allocation, decode):
     model = tiny.llama()

@@ -63,7 +63,7 @@ class Settings:
         """
         rehearsed = Rehearsal.parse(rehearsal)
         chosen = resolve(method, **options) if rehearsed is None else _rehearsed(method, options)
-        own = chosen.allocation if rehearsed is None or chosen.shared_by_heads else "layer"
+        own = chosen.allocation if rehearsed is None or chosen.shared_by_heads else "global"
         rule = resolve_allocation(own if allocation is None else allocation)
         if chosen.shared_by_heads and rule.ragged:
             raise ValueError(

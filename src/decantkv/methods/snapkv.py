@@ -31,7 +31,7 @@ class SnapKV(Method):
         "paper": {},
         "kvpress": {"window": 64, "pool": "avg", "kernel_size": 5},
         "kvcache-factory": {"window": 8},
-        "rehearsed": {"window": 8, "pool": "none", "sinks": 4},
+        "rehearsed": {"window": 8, "pool": "none", "sinks": 4, "reduce": "max"},
         "shared": {"window": 8, "pool": "max", "kernel_size": 11, "pool_scope": "all"},
         "kvzip": {"window": 8, "pool": "none", "kernel_size": 1, "sinks": 4, "reduce": "max"},
     }
