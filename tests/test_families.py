@@ -15,48 +15,55 @@ from tests.support.families import CASES, FAMILIES, REFUSED, at_least, build
 from tests.support.judge import evicted_and_judged, logits_with
 
 STEPS = [torch.tensor([[7]]), torch.tensor([[11]]), torch.tensor([[3]])]
+HEADS_ALIKE = ("deepseek_v3", "diffllama")  # the models' own attention decodes, whatever is wanted
+DECODES = pytest.mark.parametrize("decode", ["model", "own"])  # what a CPU takes by default, and CUDA
 
 
+@DECODES
 @pytest.mark.parametrize(("family", "backend"), CASES)
-def test_equal_to_a_full_cache_whose_dropped_tokens_are_hidden(family, backend):
+def test_equal_to_a_full_cache_whose_dropped_tokens_are_hidden(family, backend, decode):
     model, ids = build(family, backend), {"input_ids": tiny.prompt(120)}
-    evicted, judged, cache = evicted_and_judged(model, ids, STEPS, budget=0.2)
+    evicted, judged, cache = evicted_and_judged(model, ids, STEPS, budget=0.2, decode=decode)
     torch.testing.assert_close(evicted, judged, rtol=0, atol=1e-5)
     full = logits_with(model, DynamicCache(config=model.config), ids, STEPS)
     assert (full - judged).abs().max() > 1e-4, "hiding tokens changes what the model says"
     evicting = [layer for layer in cache.layers if isinstance(layer, EvictingLayer)]
     assert evicting
     assert all(layer.stored == 24 + 3 for layer in evicting)
+    own = decode == "own" and family not in HEADS_ALIKE
+    assert all((getattr(layer, "lanes", None) is not None) == own for layer in evicting)
 
 
+@DECODES
 @pytest.mark.parametrize(("family", "backend"), CASES)
-def test_budget_one_is_the_untouched_model(family, backend):
+def test_budget_one_is_the_untouched_model(family, backend, decode):
     model, ids = build(family, backend), tiny.prompt(70)
     plain = model.generate(ids, max_new_tokens=6, **tiny.GREEDY)
-    with decantkv.attach(model, budget=1.0):
+    with decantkv.attach(model, budget=1.0, decode=decode):
         assert torch.equal(model.generate(ids, max_new_tokens=6, **tiny.GREEDY), plain)
 
 
+@DECODES
 @pytest.mark.parametrize(("family", "backend"), CASES)
-def test_a_left_padded_batch_equals_its_rows_alone(family, backend):
+def test_a_left_padded_batch_equals_its_rows_alone(family, backend, decode):
     if family == "lfm2":
         pytest.skip("its convolutions read pads: transformers' own padded rows differ from the rows alone")
     atol = 1e-4 if family in ("gpt_oss", "mixtral", "deepseek_v3") else 3e-5  # experts are chosen by the last digits
-    model = build(family, backend)
+    model, settings = build(family, backend), {"budget": 0.2, "decode": decode}
     rows = [tiny.prompt(120, seed=1), tiny.prompt(50, seed=2)]
     if family == "diffllama":
         with pytest.raises(ValueError, match="DiffLlamaAttention, which attends twice"):
-            logits_with(model, decantkv.EvictingCache(model, budget=0.2), tiny.left_padded(rows), [])
+            logits_with(model, decantkv.EvictingCache(model, **settings), tiny.left_padded(rows), [])
         return
     together = logits_with(
-        model, decantkv.EvictingCache(model, budget=0.2), tiny.left_padded(rows), [s.expand(2, -1) for s in STEPS]
+        model, decantkv.EvictingCache(model, **settings), tiny.left_padded(rows), [s.expand(2, -1) for s in STEPS]
     )
     for row, logits in zip(rows, together, strict=True):
-        alone = logits_with(model, decantkv.EvictingCache(model, budget=0.2), {"input_ids": row}, STEPS)
+        alone = logits_with(model, decantkv.EvictingCache(model, **settings), {"input_ids": row}, STEPS)
         torch.testing.assert_close(logits[None], alone, rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize("family", [name for name in ("deepseek_v3", "diffllama") if name not in REFUSED])
+@pytest.mark.parametrize("family", [name for name in HEADS_ALIKE if name not in REFUSED])
 def test_one_set_for_all_heads_where_heads_cannot_be_told_apart(family):
     _, _, cache = evicted_and_judged(build(family, "eager"), {"input_ids": tiny.prompt(120)}, STEPS, budget=0.2)
     for layer in cache.layers:
