@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 
+import decantkv
 from decantkv.methods import METHODS
 
 ROOT = Path(__file__).parent.parent
@@ -70,3 +74,22 @@ def test_every_command_of_the_documents_exists_with_its_options():
             command = command.commands[words.pop(0)]
         options = {name for parameter in command.params for name in parameter.opts}
         assert [word for word in words if word.startswith("--") and word not in options] == [], line
+
+
+def test_the_site_is_built_without_a_warning_and_asks_no_other_host(tmp_path):
+    pytest.importorskip("material", reason="the extra `docs` is not installed")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    )
+    assert done.returncode == 0, done.stderr
+    home = (tmp_path / "index.html").read_text(encoding="utf-8")
+    assert (
+        re.findall(r'<(?:script|img|iframe)[^>]* src="https?:[^"]*"|<link[^>]*stylesheet"[^>]* href="https?:', home)
+        == []
+    )
+    assert "decantkv.attach" in (tmp_path / "reference" / "attach.html").read_text(encoding="utf-8")
+
+
+def test_the_citation_has_the_version_of_the_package():
+    assert f"version: {decantkv.__version__}" in (ROOT / "CITATION.cff").read_text(encoding="utf-8").splitlines()

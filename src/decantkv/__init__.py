@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from decantkv.api import score
     from decantkv.attachment import Run, attach
+    from decantkv.cache.chunked_reading import deferred
     from decantkv.cache.evicting_cache import EvictingCache, cache_argument
+    from decantkv.cache.report import Memory, Report
+    from decantkv.hf.attention_hook import UnsupportedModelError
     from decantkv.methods import (
         CAOTE,
         H2O,
@@ -32,7 +35,9 @@ if TYPE_CHECKING:
         Streaming,
         register_method,
     )
+    from decantkv.scoring.window import AttentionWindow
     from decantkv.selection.allocation import Ada, AdaKvpress, AllocationRule, Pyramid, register_allocation
+    from decantkv.selection.budget import Budget
     from decantkv.selection.selector import Kept, select
 
 __version__ = "0.1.0"
@@ -48,6 +53,8 @@ __all__ = [
     "AllocationRule",
     "AnDPro",
     "AnDProChunks",
+    "AttentionWindow",
+    "Budget",
     "CriticalKV",
     "DefensiveKV",
     "DropKV",
@@ -55,17 +62,21 @@ __all__ = [
     "ExpectedAttention",
     "KNorm",
     "Kept",
+    "Memory",
     "Method",
     "Pyramid",
     "PyramidKV",
     "Random",
     "Recent",
+    "Report",
     "Run",
     "Sliding",
     "SnapKV",
     "Streaming",
+    "UnsupportedModelError",
     "attach",
     "cache_argument",
+    "deferred",
     "register_allocation",
     "register_method",
     "score",
@@ -77,6 +88,11 @@ _HOME = {
     **dict.fromkeys(("EvictingCache", "cache_argument"), "cache.evicting_cache"),
     **dict.fromkeys(("Run", "attach"), "attachment"),
     **dict.fromkeys(("Kept", "select"), "selection.selector"),
+    **dict.fromkeys(("Memory", "Report"), "cache.report"),
+    "AttentionWindow": "scoring.window",
+    "Budget": "selection.budget",
+    "UnsupportedModelError": "hf.attention_hook",
+    "deferred": "cache.chunked_reading",
     "score": "api",
 }
 

@@ -116,8 +116,14 @@ class EvictingCache(DynamicCache):
             protect: spans (start, stop) of prompt positions always kept.
             impl: "auto", "reference", "torch" or "triton".
             rehearsal: see `attach`.
-            prefill_chunk, max_kv_tokens, every, decode_budget, protect_prompt, decode, store, reuse_lse: see
-                `Bounds`; the first is for `attach`, a loop of one's own gives its chunks under `deferred`.
+            prefill_chunk: for `attach` only; a loop of your own feeds its chunks under `deferred`.
+            max_kv_tokens: tokens that a head stores at most after each chunk; None: all until the prompt ends.
+            every: evict again each time this many new tokens were written; None: answers are kept whole.
+            decode_budget: tokens that a head keeps then; None: as many as `budget` gave the prompt.
+            protect_prompt: keep for good what was kept of the prompt.
+            decode: who attends to kept tokens: "model", "own" or "auto", see `attach`.
+            store: where kept tokens live: "plain", "fp8" or "static".
+            reuse_lse: take softmax denominators from the prompt's own attention.
 
         Raises:
             TypeError, ValueError: an argument out of its range.

@@ -26,8 +26,9 @@ class Memory:
 
     Attributes:
         before: bytes of the full ones, each layer's as it was held.
-        after: bytes of the prompt's kept tokens; by: "allocator" (what torch's CUDA allocator gave while the prompt was
-            read, less `room`) or "storages" (distinct live ones).
+        after: bytes of the prompt's kept tokens.
+        by: how `after` was measured: "allocator", what torch's CUDA allocator gave while the prompt was read, less
+            `room`; or "storages", the sizes of the live tensors' storages.
         room: bytes held beyond that for the answer, written or still free.
     """
 
@@ -234,24 +235,29 @@ class Report:
     """What eviction did, as text (`str`) and as JSON (`to_json`).
 
     Attributes:
-        method, budget: the settings; settings: all others in force.
-        layers: a dict per eviction of a layer: layer, seen [B], kept [B][H], bytes_before, bytes_after; of long runs
-            the newest. forgotten: how many came before those; forgotten_evicted: how many of them dropped something.
-        widest: rows of the largest batch.
+        method: name and options of the method.
+        budget: what was to be kept.
+        layers: a dict per layer and prompt: `layer`; `seen`, the real tokens of each batch row; `kept`, the tokens that
+            each head of each row keeps; `bytes_before`; `bytes_after`. Of a long run only the newest are held.
         seconds: time in scoring, selection, compaction and prefill; the first three are inside the last.
-        raised: protection kept more than the budget's share asked for; unscored: in some prompt that dropped tokens it
-            left nothing for scores to decide.
-        loaded: the cache comes from a file; what its prompt dropped is not on record.
-        left_alone: layers that are not full attention and keep their own cache.
+        raised: whether protection kept more than the budget's share.
+        left_alone: number of layers that are not full attention and keep their own cache.
         rounds: evictions of a layer between chunks of a prompt or while an answer was written.
-        capped: `max_kv_tokens` left fewer tokens than the budget asked for.
-        reused_lse: prompts of a layer whose scoring was handed the attention's output and denominators; without_lse:
-            how many were scored in two passes although the first was asked for, by reason.
-        passed_over: prompts that were read into a cache which does not evict, by kind of cache.
-        memory: of the last prompt, by the allocator where there is one to ask; None where no prompt was seen whole.
-        weights: bytes of the model's parameters; 0 where unknown.
-        graphed: steps of `generate` that came from a CUDA graph; without_graph: why they no longer do, or None;
-            eager_steps: how many a graph could not hold, by reason.
+        capped: whether `max_kv_tokens` left fewer tokens than the budget.
+        graphed: steps of `generate` that were replayed from a CUDA graph.
+        without_graph: why steps are no longer replayed, or None.
+        eager_steps: number of steps that a graph could not hold, by reason.
+        reused_lse: prompts of a layer that were scored from the attention's own output and denominators.
+        without_lse: number of those that were scored in two passes despite `reuse_lse`, by reason.
+        passed_over: number of prompts that were read into a cache that does not evict, by kind of cache.
+        memory: bytes of the last prompt, by the allocator where there is one; None if no prompt was seen whole.
+        weights: bytes of the model's parameters; 0 if unknown.
+        settings: all options in force besides method and budget.
+        unscored: whether protection alone filled the budget in some prompt that dropped tokens.
+        loaded: whether the cache comes from a file; then what its prompt dropped is not on record.
+        forgotten: number of older entries of `layers` that are no longer held.
+        forgotten_evicted: how many of those dropped something.
+        widest: rows of the largest batch.
     """
 
     method: str

@@ -58,7 +58,8 @@ class AllocationRule:
 
         Args:
             priority: [B, H, N], +inf at the always-kept keys, −inf at pads.
-            n_keep, fixed: a number per batch row.
+            n_keep: tokens each head keeps on average, one number per batch row.
+            fixed: how many of them are kept whatever their score, one number per batch row.
             peers: processes that hold the layer's other heads, which take part where heads compete.
 
         Returns:

@@ -122,7 +122,9 @@ def select(
         scores: [B, H, N] floating point, higher = keep.
         n_keep: tokens each head keeps, protected ones included; one number, or one per batch row.
         window: the last tokens, always kept.
-        pool, kernel_size, pool_scope: as in `Method`.
+        pool: "max", "avg" or "none": pooling of scores along keys before the choice.
+        kernel_size: odd length of the pooling kernel, stride 1.
+        pool_scope: "all" pools over every key, the window's included; "prefix" over the keys before the window.
         sinks: the first real tokens, always kept.
         protect: spans (start, stop) of real-token positions, always kept.
         allocation: how the layer's budget is spread over its heads: "uniform"; "shared": one set for all, by their
