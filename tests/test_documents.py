@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import shlex
@@ -93,3 +94,13 @@ def test_the_site_is_built_without_a_warning_and_asks_no_other_host(tmp_path):
 
 def test_the_citation_has_the_version_of_the_package():
     assert f"version: {decantkv.__version__}" in (ROOT / "CITATION.cff").read_text(encoding="utf-8").splitlines()
+
+
+def test_the_page_of_public_names_has_every_name_and_option():
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    methods = {cls.__name__ for cls in METHODS.values()}
+    named = set(re.findall(r"`([\w.]+)", page))
+    assert set(decantkv.__all__) - methods <= named
+    assert set(inspect.signature(decantkv.attach).parameters) - {"model", "options"} <= named
+    shown = "".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs" / "reference").glob("*.md")))
+    assert [name for name in decantkv.__all__ if f"::: decantkv.{name}\n" not in shown] == []

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         Streaming,
         register_method,
     )
+    from decantkv.scoring.rehearsal import Rehearsal
     from decantkv.scoring.window import AttentionWindow
     from decantkv.selection.allocation import Ada, AdaKvpress, AllocationRule, Pyramid, register_allocation
     from decantkv.selection.budget import Budget
@@ -68,6 +69,7 @@ __all__ = [
     "PyramidKV",
     "Random",
     "Recent",
+    "Rehearsal",
     "Report",
     "Run",
     "Sliding",
@@ -90,6 +92,7 @@ _HOME = {
     **dict.fromkeys(("Kept", "select"), "selection.selector"),
     **dict.fromkeys(("Memory", "Report"), "cache.report"),
     "AttentionWindow": "scoring.window",
+    "Rehearsal": "scoring.rehearsal",
     "Budget": "selection.budget",
     "UnsupportedModelError": "hf.attention_hook",
     "deferred": "cache.chunked_reading",
