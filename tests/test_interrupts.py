@@ -159,6 +159,24 @@ def test_an_interrupt_anywhere_leaves_the_model_as_it_was(settings, number):
     assert footprint(model) == before
 
 
+def test_an_interrupted_prompt_is_collected_with_its_last_reference():
+    """Also where layers compete for one budget: no circle of references is left for the collector."""
+    model, ids = tiny.llama(), tiny.prompt(40)
+    gc.collect()
+    gc.disable()
+    try:
+        for stopped in interrupted(lambda: _read_once(model, ids), 12, ("/ragged_layer.py", "/decantkv/selection/")):
+            assert stopped
+            assert not model.model._forward_pre_hooks
+    finally:
+        gc.enable()
+
+
+def _read_once(model, ids):
+    with torch.no_grad():
+        model(ids, **{cache_argument(model): EvictingCache(model, budget=0.3, window=4, allocation="layer")})
+
+
 def wrapped(model, calls):
     inner = model.forward
 

@@ -224,3 +224,27 @@ def test_a_layer_that_keeps_nothing_under_one_budget_for_all_takes_new_tokens():
     keys, values = torch.randn(1, 2, 1, 8), torch.randn(1, 2, 1, 8)
     store.append(keys, values)
     torch.testing.assert_close(store.attend(torch.randn(1, 4, 1, 8), scale=1.0), values.repeat_interleave(2, 1))
+
+
+@pytest.mark.parametrize("stored", ["first", "last", "all"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_4d_mask_that_hides_kept_tokens_is_refused_where_layers_store_unequally_many(attention, stored):
+    model, turn = tiny.llama(attention=attention), tiny.prompt(5, seed=3)
+    name = cache_argument(model)
+
+    def say(**mask):
+        cache = decantkv.EvictingCache(model, budget=0.3, window=4, allocation="pyramid", decode="model")
+        with torch.no_grad():
+            model(tiny.prompt(80), **{name: cache})
+            older = {"first": cache.layers[0].stored, "last": cache.layers[-1].stored, "all": 80}[stored]
+            if mask:
+                seen = torch.ones(1, 1, 5, older + 5, dtype=torch.bool).tril(older)
+                seen[..., older - 2 : older] = not mask["hides"]
+                lowest = torch.finfo(torch.float32).min
+                mask = {"attention_mask": seen if attention == "sdpa" else torch.where(seen, 0.0, lowest)}
+            assert len({layer.stored for layer in cache.layers}) > 1
+            return model(turn, position_ids=torch.arange(80, 85)[None], **mask, **{name: cache}).logits
+
+    torch.testing.assert_close(say(hides=False), say(), rtol=0, atol=1e-6)
+    with pytest.raises(ValueError, match=r"attention_mask: .*got a 4-D one that hides older tokens"):
+        say(hides=True)

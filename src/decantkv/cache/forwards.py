@@ -94,6 +94,7 @@ def _begin(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | N
         )
     vars(cache).pop(_TORN, None)
     _refuse_padded_turn(cache.layers, kwargs)
+    _refuse_hidden_tokens(cache.layers, kwargs.get("attention_mask"))
     if layer is not None:
         _begin_prompt(cache, kwargs)
     vars(cache)[_BEFORE] = before
@@ -147,6 +148,26 @@ def _undo(cache: DynamicCache, before: int) -> None:
                 layer.crop(-ahead)
     except (RuntimeError, ValueError):  # evicted since, or a window that has moved on
         vars(cache)[_TORN] = True
+
+
+def _refuse_hidden_tokens(layers: Sequence[CacheLayerMixin], mask: Any) -> None:
+    """Raise where a caller's 4-D mask hides older tokens from layers that store unequally many: it can fit only one.
+
+    Masks that transformers makes inside the model hide pads there, which layers know.
+    """
+    if not isinstance(mask, Tensor) or mask.dim() != 4:
+        return
+    layer = next((other for other in layers if isinstance(other, EvictingLayer)), None)
+    if layer is None or not layer.uneven or layer.kept is None:
+        return
+    later = layer.stored - layer.kept.indices.shape[2] + mask.shape[2]
+    older = mask[..., : max(0, mask.shape[3] - later)]
+    shown = older if older.dtype == torch.bool else older > torch.finfo(older.dtype).min / 2
+    if not bool(shown.all()):
+        raise ValueError(
+            "attention_mask: expected a 2-D mask of all tokens where an allocation gives layers unequally many, got a "
+            "4-D one that hides older tokens"
+        )
 
 
 def _refuse_padded_turn(layers: Sequence[CacheLayerMixin], kwargs: Mapping[str, Any]) -> None:

@@ -6,6 +6,7 @@ store's to know.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -196,7 +197,7 @@ class RaggedLayer(EvictingLayer):
         if self.contest is None or self.lanes is None:
             super().record(lengths, counts, bytes_before)
             return
-        self.contest.records.append((self, lengths, bytes_before))
+        self.contest.records.append((weakref.ref(self), lengths, bytes_before))
         if self.place[0] == self.place[1] - 1:
             self.contest.close()
 
@@ -281,8 +282,9 @@ class LayerContest:
     """One budget over the layers of a cache: each enters when its prompt has been read, earlier ones give back."""
 
     def __init__(self) -> None:
-        self.records: list[tuple[RaggedLayer, Sequence[int], int]] = []
-        self._layers: list[RaggedLayer] = []
+        # weak, as layers hold their contest: an interrupted prompt's cache must go with its last reference
+        self.records: list[tuple[weakref.ref[RaggedLayer], Sequence[int], int]] = []
+        self._layers: list[weakref.ref[RaggedLayer]] = []
         self._contest = Contest([])
         self._width = 0
 
@@ -306,16 +308,18 @@ class LayerContest:
             )
         fixed = torch.tensor(order.fixed, device="cpu")[:, None]
         counts = [fixed + won for won in self._contest.enter(order.priority)]
-        for earlier, count in zip(self._layers, counts[:-1], strict=True):
-            earlier.shrink(count)
-        self._layers.append(layer)
+        for held, count in zip(self._layers, counts[:-1], strict=True):
+            if (earlier := held()) is not None:
+                earlier.shrink(count)
+        self._layers.append(weakref.ref(layer))
         own = counts[-1].to(order.priority.device)
         return Kept(highest(order.priority, own, int(counts[-1].max())), own)
 
     def close(self) -> None:
         """The last layer has entered."""
-        for layer, lengths, bytes_before in self.records:
-            layer.settle(lengths, bytes_before)
+        for held, lengths, bytes_before in self.records:
+            if (layer := held()) is not None:
+                layer.settle(lengths, bytes_before)
         self.records, self._layers, self._contest = [], [], Contest([])
 
 
