@@ -163,3 +163,18 @@ def test_the_command_can_be_interrupted_while_libraries_load():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (130, "")
+
+
+@pytest.mark.parametrize("code", ["exec('raise_signal(SIGINT)')", "try_to_load()"])
+def test_ctrl_c_exits_with_130_wherever_it_comes(code):
+    code = (
+        "from signal import SIGINT, raise_signal\n"
+        "import decantkv.__main__ as program, decantkv.cli as cli\n"
+        "def try_to_load():\n"
+        "    try: raise_signal(SIGINT)\n"
+        "    except KeyboardInterrupt: raise ImportError('initialization failed')\n"
+        f"cli.build = lambda: {code}\n"
+        "program.main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 130
