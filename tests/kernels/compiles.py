@@ -70,11 +70,11 @@ FULL = (
 )  # fmt: skip
 
 
-def compiled(kernel, target, dtype, constants, *, warps, stages=1, fused=True):
+def compiled(kernel, target, dtype, constants, *, warps, stages=1, fused=True, types=WORDS):
     names = kernel.arg_names
     signature = {
         name: "constexpr" if name in constants
-        else WORDS.get(name, f"*{dtype}") if name.startswith("p_")
+        else types.get(name, f"*{dtype}") if name.startswith("p_")
         else "fp32" if name in ("scale", "cap2", "eps") else "i32"
         for name in names
     }  # fmt: skip

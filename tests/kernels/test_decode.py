@@ -21,7 +21,7 @@ def python(*args, **environment):
     return subprocess.run([sys.executable, "-m", *args], env=env, capture_output=True, text=True, cwd=ROOT)
 
 
-KERNELS = pytest.mark.parametrize("kernels", ["decode", "step", "matvec", "project", "mass"])
+KERNELS = pytest.mark.parametrize("kernels", ["decode", "step", "matvec", "project", "mass", "columns"])
 
 
 @KERNELS

@@ -64,3 +64,22 @@ def test_the_benchmark_of_other_quantities(monkeypatch):
     assert all(row["gpu_us"]["p50"] == 2.0 for row in rows)
     with pytest.raises(quantities.RedGateError, match="no speed"):
         quantities.check(torch.ones(3), torch.ones(3), torch.tensor([1.0, 1.0, 1.1]))
+
+
+def test_the_benchmark_of_many_queries(monkeypatch):
+    from decantkv.lab.bench import quantities, rehearsal
+    from decantkv.lab.bench.score import Geometry
+    from decantkv.lab.bench.timing import Quantiles
+
+    monkeypatch.setattr(quantities, "DEVICE", "cpu")
+    monkeypatch.setattr(quantities, "HIDDEN", 16)
+    for clock in ("gpu_time", "wall_time"):
+        monkeypatch.setattr(
+            rehearsal, clock, lambda call, **options: Quantiles(1.0, 1.0, 1.0) if call() is not None else None
+        )
+    monkeypatch.setattr(rehearsal, "scratch_bytes", lambda call: 0)
+    monkeypatch.setattr(rehearsal, "matmul_speed", lambda: 1e12)
+    rows = list(rehearsal.measure([40], window=20, geometry=Geometry("small", 2, 1, 16)))
+    assert [row["contender"] for row in rows][2:] == ["weight", "cost per head", "cost per block", "cost per stream"]
+    assert all(row["gate"]["worst_over_bound"] < 1 for row in rows[2:])
+    assert rows[2]["share_of_roof"] == pytest.approx(2 * 2 * 20 * 30 * 16 / 1e-6 / 1e12)

@@ -60,8 +60,9 @@ def _triton_unsupported(
 ) -> str | None:
     if not _installed("triton"):
         return "the package triton is not installed (pip install decantkv[triton])"
+    pooled = options.get("row_pool", "none") != "none" and options.get("kernel_size", 1) > 1
     reason: str | None = _module("triton").unsupported(
-        win, quantity=quantity, reduce=reduce, weigh=options.get("weigh", "value")
+        win, quantity=quantity, reduce=reduce, weigh=options.get("weigh", "value"), pooled=pooled
     )
     return reason
 

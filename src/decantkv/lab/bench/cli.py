@@ -54,6 +54,23 @@ def quantities(lengths: Lengths = "4096,32768,131072", seed: int = 0, as_json: J
 
 
 @app.command()
+def rehearsal(
+    lengths: Lengths = "4096,32768,131072",
+    rows: Annotated[int, typer.Option(help="Queries of a head that score at once.")] = 2048,
+    sweep: Annotated[bool, typer.Option(help="Also other cuts of the kernel.")] = False,
+    seed: int = 0,
+    as_json: Json = False,
+    out: Out = None,
+) -> None:
+    """Scoring by many queries: what a chunk of a rehearsal adds to its attention in one layer."""
+    need_gpu()
+    from decantkv.lab.bench.rehearsal import measure
+
+    (window,) = numbers("rows", str(rows))
+    show(while_green(measure(parsed(lengths), window=window, sweep=sweep, seed=seed), out), as_json)
+
+
+@app.command()
 def prefill(
     lengths: Lengths = "4096,32768,131072",
     geometries: Annotated[str, typer.Option(help="Of llama-3.1-8b, qwen2.5-7b, mistral-7b.")] = "llama-3.1-8b",
