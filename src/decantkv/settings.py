@@ -132,6 +132,10 @@ class Settings:
         """[B, H, N] float32 scores, for `choose` to pool."""
         return self.method.base_score(win, impl=self.impl)
 
+    def beside(self, rehearsed: Tensor, own: Tensor, rows: int) -> Tensor:
+        """[B, H, N] by a rehearsal and by the prompt's own last `rows` queries, as sources of equal weight."""
+        return self.method.add(rehearsed, own if self.method.takes_largest else own / rows)
+
     def choose(
         self,
         scores: Tensor,

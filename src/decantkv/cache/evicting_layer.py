@@ -178,7 +178,7 @@ class EvictingLayer(PromptLayer):
             return self.settings.score(win)
         if self.rehearsal is None or not self.rehearsal.window:
             return rehearsed
-        return self.settings.method.add(rehearsed, self.settings.score(win))
+        return self.settings.beside(rehearsed, self.settings.score(win), win.window)
 
     def _select(
         self, scores: Tensor, win: AttentionWindow, lengths: Sequence[int] | None, shared: bool, counts: list[int]

@@ -24,7 +24,7 @@ from decantkv.cache.evicting_layer import EvictingLayer
 from decantkv.hf import attention_hook
 from decantkv.hf.attention_hook import AttentionCall, UnsupportedModelError
 from decantkv.hf.model_parts import cache_argument, decoder_of, output_projection
-from decantkv.scoring.rehearsal import Rehearsal
+from decantkv.scoring.rehearsal import NOWHERE, Rehearsal, tokens_at
 from decantkv.scoring.window import make_window
 
 _READ = "_decantkv_read"  # on a cache that waits: the prompt that was read into it
@@ -91,10 +91,11 @@ def rehearse_prompt(cache: DynamicCache, rehearsal: Rehearsal) -> None:
         raise ValueError("rehearsal: expected a prompt that came as input_ids, got embeddings")
     ids = read.ids
     keys = [layer.read_keys() for layer in layers] if rehearsal.anchors else []
-    for places in rehearsal.passages(ids, keys, read.pads()):
-        own = ids.gather(1, places.clamp_min(0))
-        real = None if read.mask is None else read.mask.gather(1, places.clamp_min(0)) * (places >= 0) + (places < 0)
-        run_over(cache, torch.where(places >= 0, own, -1 - places), read, real)
+    for places, total in rehearsal.passages(ids, keys, read.pads()):
+        weights = (places > NOWHERE).float()
+        if rehearsal.several() and not layers[0].settings.method.takes_largest:
+            weights = weights / total[:, None]
+        run_over(cache, tokens_at(places, ids), read, weights)
 
 
 def rehearse(cache: DynamicCache, ids: Tensor) -> None:
@@ -103,14 +104,14 @@ def rehearse(cache: DynamicCache, ids: Tensor) -> None:
 
 
 @torch.no_grad()
-def run_over(cache: DynamicCache, ids: Tensor, read: Read, real: Tensor | None = None) -> None:
+def run_over(cache: DynamicCache, ids: Tensor, read: Read, weights: Tensor | None = None) -> None:
     """Run tokens over a waiting prompt, add what their queries make of its keys to each layer's scores, forget them.
 
     An error, or an interrupt, leaves the cache as it was before, the scores of earlier passages included.
 
     Args:
-        ids: [B, m] token ids.
-        real: [B, m], 0 at tokens that are pads; None where none are.
+        ids: [B, m] token ids, pads on the left.
+        weights: [B, m] how much each token's queries count, 0 at pads; None: all alike.
     """
     layers = evicting_layers(cache)
     model = layers[0].owner() if layers[0].owner is not None else None
@@ -118,14 +119,13 @@ def run_over(cache: DynamicCache, ids: Tensor, read: Read, real: Tensor | None =
         raise RuntimeError("the cache's model is gone")
     decoder, length = decoder_of(model), layers[0].logical
     kwargs: dict[str, Any] = {"input_ids": ids, "use_cache": True, cache_argument(decoder): cache}
-    pads = read.pads()
-    if pads is not None or (real is not None and not bool(real.all())):
+    if read.pads() is not None or (weights is not None and bool((weights == 0).any())):
         mask = torch.ones(ids.shape[0], length, device=ids.device) if read.mask is None else read.mask
-        mask = torch.cat([mask.long(), torch.ones_like(ids) if real is None else real.long()], 1)
+        mask = torch.cat([mask.long(), torch.ones_like(ids) if weights is None else (weights > 0).long()], 1)
         kwargs["attention_mask"] = mask
         if "position_ids" in inspect.signature(decoder.forward).parameters:
             kwargs["position_ids"] = (mask.cumsum(-1) - 1).clamp_min(0)[:, -ids.shape[1] :]
-    passage = _Passage(length, kwargs.get("attention_mask"))
+    passage = _Passage(length, kwargs.get("attention_mask"), weights)
     before = [layer.rehearsed for layer in layers]
     with _others_restored(cache), _listened(layers, passage, own=passage.mask is None):
         try:
@@ -157,9 +157,10 @@ def evicting_layers(cache: DynamicCache) -> list[EvictingLayer]:
 class _Passage:
     """Takes each layer's attention call of one forward over a waiting prompt."""
 
-    def __init__(self, length: int, mask: Tensor | None) -> None:
-        """`length` of the prompt; `mask` [B, length + m], 0 at pads, or None."""
+    def __init__(self, length: int, mask: Tensor | None, weights: Tensor | None) -> None:
+        """`length` of the prompt; `mask` [B, length + m], 0 at pads, or None; `weights` [B, m], or None."""
         self.length, self.mask, self.heard = length, mask, 0
+        self.weights = None if weights is None or bool((weights == 1).all()) else weights
 
     def __call__(self, layer: EvictingLayer, call: AttentionCall, hints: tuple[Tensor, Tensor] | None) -> None:
         """Add the costs of the prompt's keys for this call's queries to the layer's scores."""
@@ -178,12 +179,11 @@ class _Passage:
     def _score(self, layer: EvictingLayer, call: AttentionCall, hints: tuple[Tensor, Tensor] | None) -> Tensor:
         new, kv_len = call.query.shape[2], call.key.shape[2]
         query, key, value = alike(call.query, call.key, call.value)
-        seen = weights = None
+        seen = None
         if self.mask is not None:
             shown = self.mask.to(key.device) != 0
             place = torch.arange(kv_len, device=key.device)
             causal = place <= place[-new:, None]
-            weights = shown[:, None, -new:].float()
             itself = place == place[-new:, None]  # what a pad sees alone, so that its row is finite; it counts for 0
             seen = (shown[:, None, None] & causal) | itself
         window = make_window(
@@ -202,8 +202,8 @@ class _Passage:
             else None,
             rotate=layer.rotate,
         )
-        if weights is not None:
-            window = dataclasses.replace(window, row_weights=weights)
+        if self.weights is not None:
+            window = dataclasses.replace(window, row_weights=self.weights[:, None].to(key.device))
         return layer.settings.score(window)
 
 

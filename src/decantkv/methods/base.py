@@ -120,9 +120,14 @@ class Method(ABC):
         """[B, H, N] float32: what selection pools and hands to `rank`; `score` unless the method has two stages."""
         return self.score(win, impl=impl)
 
+    @property
+    def takes_largest(self) -> bool:
+        """Whether a score is the largest over the queries, and not their sum."""
+        return getattr(self, "reduce", "sum") == "max"
+
     def add(self, scores: Tensor, more: Tensor) -> Tensor:
-        """[B, H, N] by the queries behind both scores; the larger where the method takes a maximum over queries."""
-        return torch.maximum(scores, more) if getattr(self, "reduce", "sum") == "max" else scores + more
+        """[B, H, N] by the queries behind both scores."""
+        return torch.maximum(scores, more) if self.takes_largest else scores + more
 
     def rank(self, pooled: Tensor, win: AttentionWindow, n_keep: Sequence[int]) -> Tensor:
         """The order of keeping, from pooled base scores; the identity unless the method has two stages.

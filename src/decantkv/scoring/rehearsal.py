@@ -11,13 +11,15 @@ from torch import Tensor
 from decantkv.base.options import expect_choice, expect_int
 
 SOURCES = ("replay", "anchors", "window")
+NOWHERE = -(2**62)  # the place of a pad
 
 
 @dataclass(frozen=True)
 class Rehearsal:
     """Tokens to run over a prompt, so that their queries, and not the prompt's last ones, score what is kept.
 
-    Several sources may be named at once: their queries' costs are added.
+    Several sources may be named at once: the mean costs over each source's queries are added, so that a source of few
+    queries counts as much as one of many.
 
     Attributes:
         replay: read the prompt again, `chunk` tokens at a time (KVzip, arXiv 2505.23416).
@@ -90,8 +92,16 @@ class Rehearsal:
         anchors = max(1, round(self.anchors * length)) if self.anchors else 0
         return max(replay, anchors, *map(len, self.questions), 0)
 
-    def passages(self, prompt: Tensor, keys: Sequence[Tensor], hidden: Sequence[int] | None = None) -> Iterator[Tensor]:
-        """Yield which tokens each forward runs.
+    def several(self) -> bool:
+        """Whether more than one source is named."""
+        return sum((self.replay, bool(self.anchors), bool(self.questions), self.window)) > 1
+
+    def passages(
+        self, prompt: Tensor, keys: Sequence[Tensor], hidden: Sequence[int] | None = None
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield which tokens each forward runs, and how many tokens each row's source runs in all.
+
+        Every row of a padded batch gets the passages that it would get alone.
 
         Args:
             prompt: [B, N] token ids, pads on the left.
@@ -99,23 +109,43 @@ class Rehearsal:
             hidden: pads of each row; None for none.
 
         Yields:
-            [B, m] int64: places in the prompt, or −1 − id for tokens that are not the prompt's.
+            [B, m] int64 places in the prompt, −1 − id for tokens that are not the prompt's, NOWHERE for pads on the
+            left; and [B] int64.
         """
         batch, length = prompt.shape
+        pads = [0] * batch if hidden is None else list(hidden)
+        device = prompt.device
         if self.replay:
-            lead = _outside(self.lead, batch, prompt.device)
-            for start in range(0, length, self.chunk):
-                first = max(0, start - self.quote)
-                place = torch.arange(first, min(start + self.chunk, length), device=prompt.device)
-                yield torch.cat([lead, place.expand(batch, -1)], 1)
+            lead = _outside(self.lead, device)
+            spans = [
+                [
+                    (max(0, start - self.quote), min(start + self.chunk, length - n))
+                    for start in self._starts(length - n)
+                ]
+                for n in pads
+            ]
+            totals = [sum(len(self.lead) + stop - start for start, stop in row) for row in spans]
+            for i in range(max(map(len, spans))):
+                places = [
+                    torch.cat([lead, torch.arange(row[i][0] + n, row[i][1] + n, device=device)])
+                    if i < len(row)
+                    else lead[:0]
+                    for row, n in zip(spans, pads, strict=True)
+                ]
+                yield _rows(places), torch.tensor(totals, device=device)
         if self.anchors:
-            yield anchor_places(keys, self.anchors, hidden)
+            found = anchor_places(keys, self.anchors, pads)
+            yield _rows(found), torch.tensor([len(places) for places in found], device=device)
         for ids in self.questions:
-            yield _outside(ids, batch, prompt.device)
+            total = sum(map(len, self.questions))
+            yield _outside(ids, device).expand(batch, -1), torch.full((batch,), total, device=device)
+
+    def _starts(self, length: int) -> range:
+        return range(0, length, self.chunk)
 
 
-def anchor_places(keys: Sequence[Tensor], share: float, hidden: Sequence[int] | None = None) -> Tensor:
-    """[B, n] places, ascending, of the share of a prompt's tokens whose keys differ most from their head's mean key.
+def anchor_places(keys: Sequence[Tensor], share: float, hidden: Sequence[int]) -> list[Tensor]:
+    """Places, ascending, of the share of each row's tokens whose keys differ most from their head's mean key.
 
     1 − cos(k, mean k), averaged over heads and layers (KeyDiff's measure).
 
@@ -123,23 +153,31 @@ def anchor_places(keys: Sequence[Tensor], share: float, hidden: Sequence[int] | 
         keys: [B, H, N, D] of each layer.
         hidden: pads of each row, on the left, which are no anchors.
     """
-    batch, _, length, _ = keys[0].shape
-    device = keys[0].device
-    real = torch.ones(batch, length, dtype=torch.bool, device=device)
-    for row, pads in enumerate(hidden or ()):
-        real[row, :pads] = False
-    weight = real[:, None, :, None].float()
-    similar: Tensor = torch.zeros(batch, length, device=device)
-    for layer in keys:
-        mean = (layer.float() * weight).sum(2, keepdim=True) / weight.sum(2, keepdim=True)
-        similar += torch.cosine_similarity(layer.float(), mean, dim=-1).mean(1).to(device)
-    number = max(1, round(share * length))
-    least: Tensor = similar.masked_fill(~real, torch.inf).argsort(dim=-1, stable=True)[:, :number]
-    return least.sort(-1).values
+    length, found = keys[0].shape[2], []
+    for row, pads in enumerate(hidden):
+        similar: Tensor = torch.zeros(length - pads, device=keys[0].device)
+        for layer in keys:
+            real = layer[row, :, pads:].float()
+            similar += torch.cosine_similarity(real, real.mean(1, keepdim=True), dim=-1).mean(0).to(similar.device)
+        least: Tensor = similar.argsort(dim=-1, stable=True)[: max(1, round(share * (length - pads)))]
+        found.append(pads + least.sort().values)
+    return found
 
 
-def _outside(ids: Sequence[int], batch: int, device: torch.device) -> Tensor:
-    return (-1 - torch.tensor(ids, dtype=torch.int64, device=device)).expand(batch, -1)
+def tokens_at(places: Tensor, prompt: Tensor) -> Tensor:
+    """[B, m] token ids behind a passage's places; 0 at pads."""
+    own = prompt.gather(1, places.clamp_min(0))
+    return torch.where(places >= 0, own, (-1 - places).where(places > NOWHERE, 0))
+
+
+def _rows(places: Sequence[Tensor]) -> Tensor:
+    """[B, m] rows of unequal length, filled up on the left."""
+    longest = max(map(len, places))
+    return torch.stack([torch.nn.functional.pad(row, (longest - len(row), 0), value=NOWHERE) for row in places])
+
+
+def _outside(ids: Sequence[int], device: torch.device) -> Tensor:
+    return -1 - torch.tensor(ids, dtype=torch.int64, device=device)
 
 
 def _token_ids(name: str, ids: object) -> tuple[int, ...]:

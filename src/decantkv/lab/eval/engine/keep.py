@@ -56,7 +56,8 @@ def score(windows: Sequence[AttentionWindow], settings: Settings) -> Tensor:
         rehearsed = windows.rehearsed(settings)
         if not settings.rehearsal.window:
             return rehearsed
-        return settings.method.add(rehearsed, score(windows, dataclasses.replace(settings, rehearsal=None)))
+        own = score(windows, dataclasses.replace(settings, rehearsal=None))
+        return settings.beside(rehearsed, own, windows[0].last(settings.rows).window)
     together = windows.together if isinstance(windows, Windows) else None
     own = _own_score(settings.method)
     parts = windows if together is None or own is None else _parts(together)

@@ -20,7 +20,7 @@ from decantkv.hf.attention_hook import AttentionCall, Hold
 from decantkv.hf.chunked_attention import attend_chunk_with_lse
 from decantkv.hf.model_parts import decoder_of, output_projection, rotation
 from decantkv.scoring import streams
-from decantkv.scoring.rehearsal import Rehearsal
+from decantkv.scoring.rehearsal import Rehearsal, tokens_at
 from decantkv.scoring.window import AttentionWindow, Denominators, Rotate, make_window
 from decantkv.settings import Settings
 
@@ -344,15 +344,19 @@ class Reader:
         if rehearsal is None:
             raise ValueError("settings: expected a rehearsal, got none")
         scores: list[Tensor | None] = [None] * len(layers)
+        weights: Tensor | None = None
 
         def passage(layer: WatchedLayer, call: AttentionCall) -> None:
-            made = settings.score(layer.passage_window(call, settings.method.needs, self._rotate))[..., :length]
+            window = replace(layer.passage_window(call, settings.method.needs, self._rotate), row_weights=weights)
+            made = settings.score(window)[..., :length]
             before = scores[layer.layer_idx]
             scores[layer.layer_idx] = made.contiguous() if before is None else settings.method.add(before, made)
 
         keys = [layer.keys for layer in layers] if rehearsal.anchors else []
-        for places in rehearsal.passages(ids, keys):
-            tokens = torch.where(places >= 0, ids.gather(1, places.clamp_min(0)), -1 - places)
+        for places, total in rehearsal.passages(ids, keys):
+            tokens, weights = tokens_at(places, ids), None
+            if rehearsal.several() and not settings.method.takes_largest:
+                weights = (1.0 / total)[:, None, None].expand(1, 1, tokens.shape[1])
             position = torch.arange(length, length + tokens.shape[1], device=ids.device)[None]
             try:
                 for layer in layers:
