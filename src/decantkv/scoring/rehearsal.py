@@ -117,13 +117,7 @@ class Rehearsal:
         device = prompt.device
         if self.replay:
             lead = _outside(self.lead, device)
-            spans = [
-                [
-                    (max(0, start - self.quote), min(start + self.chunk, length - n))
-                    for start in self._starts(length - n)
-                ]
-                for n in pads
-            ]
+            spans = [self._spans(length - n) for n in pads]
             totals = [sum(len(self.lead) + stop - start for start, stop in row) for row in spans]
             for i in range(max(map(len, spans))):
                 places = [
@@ -140,8 +134,9 @@ class Rehearsal:
             total = sum(map(len, self.questions))
             yield _outside(ids, device).expand(batch, -1), torch.full((batch,), total, device=device)
 
-    def _starts(self, length: int) -> range:
-        return range(0, length, self.chunk)
+    def _spans(self, length: int) -> list[tuple[int, int]]:
+        """A replay's passages over a row of `length` tokens: each chunk with the tokens before it that are quoted."""
+        return [(max(0, start - self.quote), min(start + self.chunk, length)) for start in range(0, length, self.chunk)]
 
 
 def anchor_places(keys: Sequence[Tensor], share: float, hidden: Sequence[int]) -> list[Tensor]:

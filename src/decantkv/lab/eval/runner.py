@@ -244,7 +244,9 @@ class Runner:
         cut_of = {cell: encoded.cuts[cell.regime] if cell.regime != "any" else len(encoded.ids) for cell in missing}  # type: ignore[index]
         kept: dict[Cell, Kept | None] = {}
         extras: dict[Cell, dict[str, Any]] = {}
-        for cut, windows in self.reader.read(encoded.ids, cut_of.values()):
+        for cut, windows in self.reader.read(
+            encoded.ids, cut_of.values(), question=len(encoded.ids) - encoded.cuts["agnostic"]
+        ):
             here = self._choose(windows, [cell for cell in missing if cut_of[cell] == cut], encoded)
             kept.update(here)
             if self.plan.fidelity:
@@ -266,7 +268,11 @@ class Runner:
             policy = self.policies.get(cell.policy)
             if policy is None or policy.kind != "evict":
                 continue
-            settings = policy.settings(cell.budget, protect=encoded.protect if policy.protect else ())
+            settings = policy.settings(
+                cell.budget,
+                protect=encoded.protect if policy.protect else (),
+                question=encoded.ids[encoded.cuts["agnostic"] :],
+            )
             if settings.n_keep([windows[0].kv_len]) == [windows[0].kv_len]:
                 kept[cell] = None
                 continue

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from decantkv.methods import resolve
+from decantkv.scoring.rehearsal import Rehearsal
 from decantkv.selection.budget import Budget
 from decantkv.settings import Settings
 
 FULL = "full"
+QUESTION = "question"
 _QUANTISED = re.compile(r"quantised-(\d+)bit")
 _OPTIONS = re.compile(r"([\w:.-]+?)(?:\[([^\]]*)\])?")
 BITS = (2, 4, 8)
@@ -36,9 +39,19 @@ class Policy:
     bits: int = 0
     protect: bool = False
 
-    def settings(self, budget: str, *, protect: tuple[tuple[int, int], ...] = ()) -> Settings:
-        """The eviction's settings at a budget."""
-        return Settings.parse(self.method, budget=parse_budget(budget), protect=protect, **dict(self.options))  # type: ignore[arg-type]
+    def settings(
+        self, budget: str, *, protect: tuple[tuple[int, int], ...] = (), question: Sequence[int] = (0,)
+    ) -> Settings:
+        """The eviction's settings at a budget.
+
+        Args:
+            question: token ids that follow the context, which "rehearsal=question" runs over it: what a rehearsal
+                could reach at best.
+        """
+        options: dict[str, Any] = dict(self.options)
+        if options.get("rehearsal") == QUESTION:
+            options["rehearsal"] = Rehearsal(questions=(tuple(question),))
+        return Settings.parse(self.method, budget=parse_budget(budget), protect=protect, **options)
 
 
 def parse_policy(label: str) -> Policy:

@@ -286,15 +286,17 @@ class Reader:
         self.plain = not twice and all(layer.plain for layer in self._watched)
 
     @torch.no_grad()
-    def read(self, ids: Sequence[int], cuts: Iterable[int]) -> Iterable[tuple[int, Windows]]:
+    def read(self, ids: Sequence[int], cuts: Iterable[int], *, question: int = 0) -> Iterable[tuple[int, Windows]]:
         """Read up to each cut in turn; yields (cut, a window per layer) there.
 
-        The windows see keys up to the cut. After the last yield, `reading()` gives the whole prompt.
+        The windows see keys up to the cut; `question` is how many tokens a rehearsal may take from the prompt's end.
+        After the last yield, `reading()` gives the whole prompt.
         """
         cache_id = next(_serial)
         cache = DynamicCache(config=text_config(self.model))
         remembered = None if "queries" in self._needs else self.rows
-        room = max((rehearsal.longest(len(ids)) for rehearsal in self._rehearsals), default=0)
+        room = max([rehearsal.longest(len(ids)) for rehearsal in self._rehearsals] or [0])
+        room = max(room, question) if room else 0
         self._stacks = [Stack(self._layers, len(ids) + room) for _ in range(4)]
         self._carried = Carried()
         self._watched = [
