@@ -1,1 +1,1 @@
-"""What every room may use: option checks, versions, transfers between devices, text that a terminal shows."""
+"""Helpers for all rooms: option checks, versions, transfers between devices, text for a terminal."""

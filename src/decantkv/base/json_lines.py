@@ -1,4 +1,4 @@
-"""Rows of results on disk, as JSON Lines: several processes add to one file, and a killed one leaves it whole."""
+"""Rows of results on disk, as JSON Lines. Several processes may add to one file; a killed process leaves it whole."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LOCK = ".lock"
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Make a folder and be the only process that writes there; the lock ends with the process, however that ends.
+    """Make a folder and lock it for this process alone. The lock ends with the process, however it ends.
 
     Raises:
         ValueError: no such folder can be made or written to.
@@ -50,7 +50,7 @@ def append(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def add(file: Path, lines: Sequence[bytes]) -> int:
-    """Add lines to a file, all or none, and return its size; the caller has the folder `alone`.
+    """Add lines to a file, all or none, and return its size. Call it inside `alone`.
 
     Raises:
         ValueError: the file cannot be written.
@@ -72,7 +72,7 @@ def add(file: Path, lines: Sequence[bytes]) -> int:
 
 
 def _settle(handle: FileIO) -> int:
-    """Go to a file's end and return where it is; half a row that a killed process left there is cut off."""
+    """Go to a file's end and return its position; cut off half a row that a killed process left there."""
     end = handle.seek(0, os.SEEK_END)
     handle.seek(max(end - 1, 0))
     if handle.read(1) in (b"", b"\n"):
@@ -97,7 +97,7 @@ def write(file: Path, rows: Iterable[Mapping[str, Any]], **options: Any) -> None
 
 
 def read(file: Path) -> list[Row]:
-    """Every row of a file, as `numbered`.
+    """Return every row of a file; a torn last line is left out, see `numbered`.
 
     Raises:
         ValueError: no such file, or a line that is no JSON object; it is named.
@@ -106,7 +106,7 @@ def read(file: Path) -> list[Row]:
 
 
 def numbered(file: Path) -> Iterator[tuple[int, Row]]:
-    """(line number, row) of a file, .gz understood; a last line that a killed process left torn is left out.
+    """Yield (line number, row) of a file, also of a .gz; a torn last line, of a killed process, is left out.
 
     Raises:
         ValueError: no such file, or a line that is no JSON object; it is named.
@@ -120,7 +120,7 @@ def numbered(file: Path) -> Iterator[tuple[int, Row]]:
 
 
 def lines(file: Path) -> Iterator[tuple[int, bytes]]:
-    """(number, line with its end) of every line that is not blank, .gz understood.
+    """Yield (number, line with its end) for every line that is not blank, also of a .gz.
 
     Raises:
         FileNotFoundError: no such file.
@@ -139,10 +139,10 @@ def lines(file: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def parse(line: bytes, file: Path, number: int) -> Row:
-    """The JSON object of a line.
+    """Return the JSON object of a line.
 
     Raises:
-        ValueError: it is none; file and line are named.
+        ValueError: the line is no JSON object; the message names file and line.
     """
     try:
         row = json.loads(line.decode("utf-8"))
@@ -154,12 +154,12 @@ def parse(line: bytes, file: Path, number: int) -> Row:
 
 
 def line_of(row: Mapping[str, Any], **options: Any) -> bytes:
-    """A row as a file holds it; `options` are those of `json.dumps`."""
+    """Return a row as a line of text; `options` are those of `json.dumps`."""
     return (json.dumps(row, **options) + "\n").encode("utf-8", "backslashreplace")  # half a surrogate as JSON writes it
 
 
 def is_torn(line: bytes) -> bool:
-    """Whether a file's line is half a row: it has no end and is no JSON object."""
+    """Return whether a line is half a row: it has no line end and is no JSON object."""
     if line.endswith(b"\n"):
         return False
     try:
@@ -169,7 +169,7 @@ def is_torn(line: bytes) -> bool:
 
 
 def place(file: Path, number: int) -> str:
-    """How a message names a line."""
+    """Return the name of a line for a message."""
     return f"results: {file} line {number}"
 
 

@@ -1,4 +1,4 @@
-"""Checks at the door: every message says which argument, what was expected, what came."""
+"""Checks of options. Every message names the argument, what was expected, and what was given."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RUN_OPTIONS = (  # keyword arguments of `attach` and `EvictingCache`, whatever t
 
 
 def reason_of(error: Exception) -> str:
-    """The first line of an error's message; all of it where that line only announces what follows."""
+    """Return the first line of an error's message, or all of it if that line ends with a colon."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return " ".join(" ".join(lines).split()) if lines[0].rstrip().endswith(":") else lines[0]
 
@@ -33,7 +33,7 @@ def expect_choice(argument: str, value: object, choices: Collection[str]) -> Non
 
 
 def expect_int(argument: str, value: object, *, at_least: int) -> int:
-    """The value as an int; raise TypeError unless it is a whole number, ValueError below `at_least`."""
+    """Return the value as an int; raise TypeError unless it is a whole number, ValueError below `at_least`."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{argument}: expected a whole number of at least {at_least}, got {value!r}")
     if value < at_least:
@@ -42,7 +42,7 @@ def expect_int(argument: str, value: object, *, at_least: int) -> int:
 
 
 def expect_fraction(argument: str, value: object) -> float:
-    """The value as a float; raise TypeError unless it is a real number, ValueError outside [0, 1]."""
+    """Return the value as a float; raise TypeError unless it is a real number, ValueError outside [0, 1]."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{argument}: expected a number from 0 to 1, got {value!r}")
     number = float(value)
@@ -52,7 +52,7 @@ def expect_fraction(argument: str, value: object) -> float:
 
 
 def expect_odd(argument: str, value: object) -> int:
-    """The value as an odd positive int, as a pooling kernel centred on its key must be."""
+    """Return the value as an odd positive int, which a pooling kernel centred on its key must be."""
     size = expect_int(argument, value, at_least=1)
     if size % 2 == 0:
         raise ValueError(f"{argument}: expected an odd number, so that pooling is centred on its key, got {size}")
@@ -60,7 +60,7 @@ def expect_odd(argument: str, value: object) -> int:
 
 
 def expect_spans(argument: str, spans: object) -> tuple[Span, ...]:
-    """Spans (start, stop) of prompt positions, stop excluded; raise unless 0 ≤ start < stop in each."""
+    """Return spans (start, stop) of prompt positions, stop excluded; raise unless 0 ≤ start < stop in each."""
     if isinstance(spans, str) or not isinstance(spans, Sequence):
         raise TypeError(f"{argument}: expected a list of (start, stop) pairs, got {spans!r}")
     checked = []

@@ -1,4 +1,4 @@
-"""What other packages register under this package's entry-point groups."""
+"""Entry points: what other packages register for this one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @functools.cache
 def plugins(group: str) -> tuple[Any, ...]:
-    """Return what the installed packages' entry points of a group name, each loaded once.
+    """Return the objects that installed packages register under an entry-point group; each is loaded once.
 
     Raises:
         ValueError: one cannot be loaded.

@@ -1,4 +1,4 @@
-"""Tensors that arithmetic of our own can take: of one dtype, and with memory that may be written."""
+"""Make tensors fit for arithmetic outside the model: one dtype, writable memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def alike(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors in one dtype: autocast's inside `torch.autocast`, elsewhere the widest of theirs.
+    """Return the tensors in one dtype: autocast's inside `torch.autocast`, otherwise the widest of theirs.
 
     Under autocast rotary embeddings leave queries and keys in float32 beside values in bfloat16.
     """
@@ -25,15 +25,16 @@ def alike(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """A context in which operations keep the precision of their operands, also inside `torch.autocast`."""
+    """Return a context in which operations keep the precision of their operands, also inside `torch.autocast`."""
     on = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
     return torch.autocast(device.type, enabled=False) if on else nullcontext()
 
 
 def writable(x: Tensor, new: Tensor) -> Tensor:
-    """`x`, or a copy of it where `new` cannot be written into it in place without a loss.
+    """Return `x`, or a copy of it if `new` cannot be written into it in place without loss.
 
-    That is a tensor of fewer digits, or one made in inference mode, which torch lets nobody change outside of it.
+    A copy is needed for a dtype of fewer digits, and for a tensor made in inference mode: outside of that mode torch
+    allows no change to it.
     """
     dtype = x.dtype if x.dtype == new.dtype else torch.promote_types(x.dtype, new.dtype)
     if dtype == x.dtype and not x.is_inference():

@@ -1,4 +1,4 @@
-"""Text on the terminal: control characters of prompts, answers and file names are shown, never obeyed."""
+"""Text on the terminal. Control characters in prompts, answers and file names are shown, never executed."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _VISIBLE = {
 
 
 def visible(text: str) -> str:
-    """The text with a visible sign in place of each control character but line ends and tabs."""
+    """Return the text with a visible sign in place of each control character except line ends and tabs."""
     return text.translate(_VISIBLE)
 
 
 def write(text: str, *, end: str = "\n") -> None:
-    """Write text to standard output: visibly to a terminal, as it is to a file or a pipe."""
+    """Write text to standard output: through `visible` to a terminal, unchanged to a file or a pipe."""
     sys.stdout.write((visible(text) if sys.stdout.isatty() else text) + end)
     sys.stdout.flush()
 
 
 def note(text: str) -> None:
-    """Write a line of text to standard error, above a spinner that turns there."""
+    """Write a line of text to standard error, above a spinner if one is shown."""
     sys.stderr.write(visible(text) + "\n")
 
 

@@ -1,4 +1,4 @@
-"""The versions of other packages that this library was made for; importing this imports none of them."""
+"""Supported versions of other packages. This module imports none of them."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ CAPABILITY = (8, 0)  # of a CUDA device, for the kernels
 
 
 def at_least(version: str, oldest: str) -> bool:
-    """Whether a version is `oldest` or later; development builds count as their release."""
+    """Return whether a version is `oldest` or later; a development build counts as its release."""
     return Version(Version(version).base_version) >= Version(oldest)
 
 
 def installed(package: str) -> str | None:
-    """A package's installed version; None where there is none."""
+    """Return a package's installed version, or None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -33,15 +33,15 @@ def installed(package: str) -> str | None:
 
 
 def transformers_fits(version: str) -> bool:
-    """Whether a version of transformers lies in the range that was tried."""
+    """Return whether a version of transformers lies in the tested range."""
     return at_least(version, OLDEST) and not at_least(version, BEYOND)
 
 
 def kernels_run_on(device: torch.device) -> bool:
-    """Whether the Triton kernels have a device and their package."""
+    """Return whether the Triton kernels can run: the device is CUDA and triton is installed."""
     return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
 def kernels_on(device: torch.device, name: str) -> Any:
-    """One of the kernels' modules, such as "decode", where they run; None elsewhere."""
+    """Return a module of the kernels, such as "decode", or None if kernels cannot run here."""
     return importlib.import_module(f"decantkv.kernels.{name}") if kernels_run_on(device) else None

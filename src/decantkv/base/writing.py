@@ -1,4 +1,4 @@
-"""Files that are replaced as a whole: a reader finds the old content or the new, a killed writer leaves neither."""
+"""Replace files as a whole. A reader finds the old content or the new one, even if the writer is killed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SCRATCH = ".decantkv-"
 
 
 def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
-    """Replace a file, or what a link points at; an old file keeps its mode, a new one gets the umask's.
+    """Replace a file, or the target of a link. An existing file keeps its mode; a new one gets the umask's.
 
     Raises:
         ValueError: the place cannot be written; the message names it.
@@ -45,7 +45,7 @@ def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
 
 
 def _sweep(folder: Path) -> None:
-    """Delete what killed writers left: nobody holds its lock."""
+    """Delete temporary files of killed writers: those whose lock is free."""
     for left in folder.glob(f"{_SCRATCH}*") if fcntl is not None else ():
         try:
             with left.open("rb") as file:

@@ -1,7 +1,7 @@
-"""How a budget is spread over the heads of a layer and over the layers; totals are exact for every rule.
+"""Allocation rules: how a budget is spread over the heads of a layer and over the layers. Totals are exact.
 
-A budget of `n_keep` tokens a head holds `fixed` always-kept ones, the same for every head; the others are *free* and
-are what a rule spreads. H heads of a layer keep H·n_keep tokens together, L layers L times as many.
+Of the `n_keep` tokens per head, `fixed` are always kept, equally many in every head. The others are *free*: a rule
+spreads them. The H heads of a layer keep H·n_keep tokens together, and L layers keep L times as many.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from decantkv.selection.topk import keep_highest, wins
 
 @dataclass(frozen=True)
 class AllocationRule:
-    """Each head the same number: "uniform", and the base of all others.
+    """Give each head the same number of tokens: "uniform", and the base class of all other rules.
 
     Attributes:
         ragged: heads may keep different numbers of tokens.
-        by_layer: layers may.
+        by_layer: layers may keep different numbers of tokens.
         over_layers: layers compete, so a layer's share is known only when the last one has been seen.
         by_share: competing layers compare each score's share of its layer's total, which no score below 0 has.
     """
@@ -41,12 +41,12 @@ class AllocationRule:
     by_share: ClassVar[bool] = True
 
     def describe(self) -> str:
-        """The rule with its settings, for reports: `ada(alpha=0.2)`."""
+        """Return the rule with its settings, for reports: `ada(alpha=0.2)`."""
         options = ", ".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self))
         return f"{self.name}({options})" if options else self.name
 
     def layer_budget(self, n_keep: int, fixed: int, length: int, layer: int, layers: int) -> int:
-        """Tokens a head keeps in layer number `layer` of `layers`, `n_keep` being the mean over them.
+        """Return the number of tokens that a head keeps in layer `layer` of `layers`; `n_keep` is the mean over layers.
 
         Raises:
             ValueError: the layer would keep nothing.
@@ -54,7 +54,7 @@ class AllocationRule:
         return n_keep
 
     def head_counts(self, priority: Tensor, n_keep: list[int], fixed: list[int], peers: Peers | None = None) -> Tensor:
-        """Tokens each head keeps.
+        """Return the number of tokens that each head keeps.
 
         Args:
             priority: [B, H, N], +inf at the always-kept keys, −inf at pads.
@@ -68,13 +68,13 @@ class AllocationRule:
         return to_device(n_keep, priority.device)[:, None].expand(priority.shape[:2])
 
     def across_layers(self, priority: Tensor, n_keep: list[int]) -> Tensor:
-        """[B, H, N] the priorities as competing layers compare them; arguments as in `head_counts`."""
+        """Return [B, H, N] priorities that can be compared between layers; arguments as in `head_counts`."""
         return layer_shares(priority) if self.by_share else priority
 
 
 @dataclass(frozen=True)
 class Shared(AllocationRule):
-    """One token set for all heads of a layer: what paged serving engines can store."""
+    """Keep one set of tokens for all heads of a layer, as paged serving engines can store."""
 
     name: ClassVar[str] = "shared"
 
@@ -84,11 +84,11 @@ class Ada(AllocationRule):
     """Ada-KV (arXiv 2407.11550), the authors' interpolation: (1 − α)·c_h + α·B free tokens for head h.
 
     c_h counts the head's keys among the layer's H·B highest, B = n_keep − fixed. The authors round each head and
-    floor α·B; here the largest remainder rounds, so that totals are exact: at most two tokens a head apart, one where
-    α·B is whole.
+    floor α·B; here the largest remainder rounds, so that totals are exact. The two differ by at most two tokens per
+    head, and by at most one if α·B is whole.
 
     Attributes:
-        alpha: the share that every head gets alike; 0 is one contest of all heads, 1 is uniform.
+        alpha: share of the budget that all heads get equally; 0: all heads compete for everything, 1: uniform.
     """
 
     name: ClassVar[str] = "ada"
@@ -100,7 +100,7 @@ class Ada(AllocationRule):
         expect_fraction(f"{type(self).__name__}.alpha", self.alpha)
 
     def head_counts(self, priority: Tensor, n_keep: list[int], fixed: list[int], peers: Peers | None = None) -> Tensor:
-        """[B, H] int64: what a head wins in the contest, pulled towards the mean by α."""
+        """Return [B, H] int64: the tokens that a head wins in the layer's top-k, pulled towards the mean by α."""
         alpha, heads = _exact(self.alpha), _heads(priority, peers)
         free = priority.masked_fill(priority == torch.inf, -torch.inf)
         budgets = [number - always for number, always in zip(n_keep, fixed, strict=True)]
@@ -112,7 +112,7 @@ class Ada(AllocationRule):
 
 @dataclass(frozen=True)
 class Heads(Ada):
-    """One contest of all heads of a layer, no head being guaranteed anything: "ada" with α = 0."""
+    """Let all heads of a layer compete for the whole budget; no head has a guarantee: "ada" with α = 0."""
 
     name: ClassVar[str] = "heads"
 
@@ -121,7 +121,7 @@ class Heads(Ada):
 
 @dataclass(frozen=True)
 class AdaKvpress(AllocationRule):
-    """Ada-KV as kvpress has it: every head its own ⌊α·n_keep⌋ highest, the rest to the highest of the layer.
+    """Ada-KV as in kvpress: each head keeps its own ⌊α·n_keep⌋ highest, and the layer's highest get the rest.
 
     Attributes:
         alpha: the guaranteed share, always-kept tokens included.
@@ -136,7 +136,7 @@ class AdaKvpress(AllocationRule):
         expect_fraction("AdaKvpress.alpha", self.alpha)
 
     def head_counts(self, priority: Tensor, n_keep: list[int], fixed: list[int], peers: Peers | None = None) -> Tensor:
-        """[B, H] int64: the guarantee and what is won beyond it."""
+        """Return [B, H] int64: the guaranteed number plus what the head wins in the layer's top-k."""
         alpha, heads = _exact(self.alpha), _heads(priority, peers)
         safe = [max(int(alpha * number), always) for number, always in zip(n_keep, fixed, strict=True)]
         own = torch.tensor(safe, device=priority.device)[:, None].expand(priority.shape[:2])
@@ -167,7 +167,7 @@ class Pyramid(AllocationRule):
             raise ValueError(f"Pyramid.beta: expected a number of at least 1, got {self.beta!r}")
 
     def layer_budget(self, n_keep: int, fixed: int, length: int, layer: int, layers: int) -> int:
-        """The layer's point on the line."""
+        """Return the layer's point on the falling line."""
         if layers == 1 or n_keep == length:
             return n_keep
         budget, most = Fraction(n_keep - fixed), Fraction(length - fixed)
@@ -187,10 +187,11 @@ class Pyramid(AllocationRule):
 
 @dataclass(frozen=True)
 class Layers(AllocationRule):
-    """One budget over all heads of all layers, by each score's share of its layer's total.
+    """Spread one budget over all heads of all layers, by each score's share of its layer's total.
 
-    Layers come one after the other, so each takes part in one running contest and gives back what later ones win
-    (`Contest`). The result is that of a single contest; memory never exceeds the final total by more than a layer.
+    Layers are read one after the other. Each enters a running top-k over the layers so far and gives back the tokens
+    that later layers win (`Contest`). The result equals one top-k over all layers; memory never exceeds the final total
+    by more than one layer.
     """
 
     name: ClassVar[str] = "layer"
@@ -200,7 +201,7 @@ class Layers(AllocationRule):
 
 @dataclass(frozen=True)
 class Global(AllocationRule):
-    """One budget over all heads of all layers, by the scores as they are: KVzip's "non-uniform" ranking (2505.23416).
+    """Spread one budget over all heads of all layers, by raw scores: KVzip's "non-uniform" ranking (2505.23416).
 
     It suits methods whose scores mean the same in every layer: weights, and DropKV's costs in the units "head",
     "block" and "stream". Costs in the unit "value" grow with a layer's values; "layer" takes that out.
@@ -221,7 +222,7 @@ class Global(AllocationRule):
         expect_fraction("Global.floor", self.floor)
 
     def across_layers(self, priority: Tensor, n_keep: list[int]) -> Tensor:
-        """The priorities, each head's guaranteed tokens above all others."""
+        """Return the priorities, with each head's guaranteed tokens above all others."""
         safe = [int(_exact(self.floor) * number) for number in n_keep]
         if not any(safe):
             return priority
@@ -258,14 +259,14 @@ def register_allocation(rule: AllocationRule) -> AllocationRule:
 
 
 def known_allocations() -> dict[str, AllocationRule]:
-    """Every rule by its name: ours, the registered ones, and those that installed packages add."""
+    """Return every rule by its name: built-in ones, registered ones, and those of installed packages."""
     for rule in plugins(GROUP):
         register_allocation(rule)
     return RULES
 
 
 def resolve_allocation(allocation: Allocation | AllocationRule | str) -> AllocationRule:
-    """A rule from its name, under its authors' settings, or the rule itself.
+    """Return the rule of a name, under its authors' settings, or the rule itself if one is given.
 
     Raises:
         TypeError, ValueError: neither a known name nor a rule.
@@ -283,7 +284,7 @@ def resolve_allocation(allocation: Allocation | AllocationRule | str) -> Allocat
 
 
 def layer_shares(priority: Tensor) -> Tensor:
-    """Scores as shares of their layer's total over its free keys, so that layers can be compared.
+    """Return scores divided by their layer's total over its free keys, so that layers can be compared.
 
     Args:
         priority: [B, H, N], +inf at always-kept keys, −inf at pads.
@@ -303,15 +304,15 @@ def layer_shares(priority: Tensor) -> Tensor:
 
 
 class Contest:
-    """The running contest of "layer" and "global": what each layer seen so far keeps of the model's free tokens."""
+    """A running top-k over layers, for "layer" and "global": how many free tokens each layer read so far keeps."""
 
     def __init__(self, totals: list[int]) -> None:
-        """`totals`: free tokens that all layers and heads together keep, a number per batch row."""
+        """Start without layers; `totals` are the free tokens of all layers and heads together, one per batch row."""
         self.totals = totals
         self._shares: list[Tensor] = []  # per layer [B, H, n], falling; −inf beyond what takes part
 
     def enter(self, shares: Tensor) -> list[Tensor]:
-        """One more layer takes part.
+        """Let one more layer take part.
 
         Args:
             shares: [B, H, N] of `across_layers`.
@@ -337,7 +338,7 @@ class Contest:
 
 
 def decide(priorities: Sequence[Tensor], totals: list[int]) -> list[Tensor]:
-    """What `Contest` comes to, for layers that are all there: each head's number of free tokens.
+    """Return each head's number of free tokens if all layers are at hand; `Contest` ends with the same numbers.
 
     Args:
         priorities: [B, H, N] of `across_layers` per layer, +inf at the always-kept keys. H and N may differ.
@@ -365,7 +366,7 @@ def _own(counts: Tensor, peers: Peers | None) -> Tensor:
 
 
 def _largest_remainder(parts: Tensor, denominator: int, totals: Tensor) -> Tensor:
-    """[B, H] whole numbers near parts/denominator that sum to `totals` [B, 1], as the exact quotients do; ties to the
+    """Return [B, H] whole numbers near parts/denominator that sum to `totals` [B, 1]; ties go to the
     lower index.
     """
     whole = parts.div(denominator, rounding_mode="floor")
@@ -375,5 +376,5 @@ def _largest_remainder(parts: Tensor, denominator: int, totals: Tensor) -> Tenso
 
 
 def _exact(x: float) -> Fraction:
-    """The decimal that a float prints as; at most six digits, so that products stay within int64."""
+    """Return the decimal that a float prints as, of at most six digits, so that products stay within int64."""
     return Fraction(repr(float(x))).limit_denominator(10**6)

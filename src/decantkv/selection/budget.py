@@ -1,4 +1,4 @@
-"""How many tokens to keep, in whole numbers and exact fractions."""
+"""Budgets: numbers of tokens to keep, computed in whole numbers and exact fractions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TEXT = re.compile(r"(\d+/\d+|[+]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,3})?)\s*(%
 
 @dataclass(frozen=True)
 class Budget:
-    """What is kept per head: a share of the prompt's real tokens, or a number of them.
+    """A budget per head: a share of the prompt's real tokens, or a number of them.
 
     Attributes:
         share: exact fraction in (0, 1], or None.
@@ -54,7 +54,7 @@ class Budget:
 
     @classmethod
     def _read(cls, text: str, wanted: str) -> Budget:
-        """The budget that a text names."""
+        """Return the budget that a text names."""
         found = _TEXT.fullmatch(text.strip())
         if found is None:
             raise ValueError(f"budget: expected {wanted}, such as 0.05, 5% or 512, got {text!r}")
@@ -75,7 +75,7 @@ class Budget:
 
     @classmethod
     def of_share(cls, share: str | Fraction) -> Budget:
-        """An exact fraction, as "1/20" or "0.05" or itself.
+        """Return the budget of an exact fraction, given as "1/20", as "0.05" or as a `Fraction`.
 
         Raises:
             ValueError: outside (0, 1], or no fraction.
@@ -83,28 +83,28 @@ class Budget:
         return cls.parse(Fraction(share))
 
     def __str__(self) -> str:
-        """The budget for a reader: "0.05" or "512 tokens"."""
+        """Return the budget for a reader: "0.05" or "512 tokens"."""
         if self.share is not None:
             return f"{float(self.share):g}"
         return f"{self.tokens} token{'' if self.tokens == 1 else 's'}"
 
     def check_fixed(self, fixed: int, names: str) -> None:
-        """Raise ValueError when a number of tokens is below what is always kept."""
+        """Raise ValueError if the budget is a number of tokens below the `fixed` always-kept ones."""
         if self.tokens is not None and self.tokens < fixed:
             raise ValueError(f"budget: expected at least {fixed} tokens, which {names} always keep, got {self.tokens}")
 
     def n_keep(self, length: int, fixed: int) -> int:
-        """Tokens kept of `length` real ones when `fixed` of them always are: min(n, max(⌊b·n⌋, fixed, 1))."""
+        """Return the tokens kept of `length` real ones if `fixed` are always kept: min(n, max(⌊b·n⌋, fixed, 1))."""
         wanted = math.floor(self.share * length) if self.share is not None else self.tokens or 0
         return min(length, max(wanted, fixed, 1))
 
     def raised(self, length: int, fixed: int) -> bool:
-        """Whether `fixed` tokens, not the share asked for, decided `n_keep`."""
+        """Return whether the `fixed` tokens, and not the share, decide `n_keep`."""
         return self.share is not None and math.floor(self.share * length) < min(length, max(fixed, 1))
 
 
 def fixed_spans(length: int, *, window: int, sinks: int, protect: tuple[Span, ...]) -> tuple[Span, ...]:
-    """The always-kept positions of a prompt of `length` tokens as disjoint ascending spans.
+    """Return the always-kept positions of a prompt of `length` tokens, as disjoint ascending spans.
 
     Raises:
         ValueError: a protected span ends outside the prompt.
@@ -123,5 +123,5 @@ def fixed_spans(length: int, *, window: int, sinks: int, protect: tuple[Span, ..
 
 
 def count(spans: tuple[Span, ...]) -> int:
-    """How many positions disjoint spans hold."""
+    """Return the number of positions in disjoint spans."""
     return sum(stop - start for start, stop in spans)

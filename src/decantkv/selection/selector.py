@@ -35,13 +35,13 @@ Rank = Callable[[Tensor, list[int]], Tensor]
 
 @dataclass(frozen=True)
 class Kept:
-    """Which tokens stay.
+    """The kept positions of one layer.
 
     Attributes:
         indices: [B, H, K] int64 key indices, ascending; where a row and head keep fewer than K, FILLER (−1) fills
             up on the left.
-        counts: [B, H] int64 how many each row and head keeps.
-        rows: how many each batch row keeps in every head, where the host knows it and heads agree; else None.
+        counts: [B, H] int64 number of kept tokens of each row and head.
+        rows: number of kept tokens of each batch row, if all heads keep equally many and the host knows it; else None.
     """
 
     indices: Tensor
@@ -49,11 +49,11 @@ class Kept:
     rows: tuple[int, ...] | None = None
 
     def valid(self) -> Tensor:
-        """[B, H, K] bool: which slots hold a token and not filler."""
+        """Return [B, H, K] bool, True where a slot holds a token and not filler."""
         return self.indices != FILLER
 
     def mask(self, kv_len: int) -> Tensor:
-        """[B, H, N] bool: which of the N keys are kept."""
+        """Return [B, H, N] bool, True at the keys that are kept."""
         slots = torch.where(self.valid(), self.indices, kv_len)
         kept = torch.zeros(*slots.shape[:2], kv_len + 1, dtype=torch.bool, device=slots.device)
         return kept.scatter_(2, slots, True)[..., :kv_len]
@@ -67,7 +67,7 @@ def pool_scores(
     lengths: Sequence[int] | None = None,
     stop: int | None = None,
 ) -> Tensor:
-    """Pool scores along keys, stride 1, same length; pads and the array's ends are edges.
+    """Return scores pooled along keys, stride 1, same length; pads and the array's ends are edges.
 
     Max pads with −inf; avg pads with zeros and always divides by the kernel size, as DropKV's authors do.
 
@@ -135,15 +135,15 @@ def select(
             number, or one per batch row.
         layer: (index, number of layers), for rules that tell layers apart; `n_keep` is the mean over them.
         rank: turns pooled scores into the order of keeping, given each row's budget; see `Method.rank`.
-        shared: one set for all heads, whatever else the rule says.
-        impl: "auto" takes the fused kernel for scores on CUDA where it covers the rule, "triton" insists on it, any
-            other name is plain torch. Both choose the same tokens.
-        peers: processes that hold the layer's other heads: one set for all heads, and heads that compete, take all of
-            them into account, by one exchange. `rank` must look at one head alone, and `shared` excludes it.
+        shared: keep one set for all heads, whatever the rule.
+        impl: "auto" takes the fused kernel for scores on CUDA if it covers the rule; "triton" raises if it cannot; any
+            other name is plain torch. All choose the same tokens.
+        peers: processes that hold the layer's other heads. One set for all heads, and heads that compete, take all of
+            them into account, by one exchange. `rank` must then look at one head alone, and `shared` excludes it.
 
     Raises:
-        TypeError, ValueError: an argument out of its range, `n_keep` below what is protected, or a kernel asked for
-            that cannot serve.
+        TypeError, ValueError: an argument out of its range, `n_keep` below what is protected, or impl="triton" for a
+            selection that the kernel cannot make.
     """
     expect_choice("impl", impl, get_args(Impl))
     task = _Task.check(
@@ -186,7 +186,8 @@ class Order(NamedTuple):
 
     Attributes:
         priority: [B, H or 1, N], +inf at always-kept keys, −inf at pads.
-        n_keep, fixed: tokens each head of a batch row keeps in this layer, and how many of them are always kept.
+        n_keep: tokens that each head of a batch row keeps in this layer.
+        fixed: how many of them are kept whatever their score.
         rule: how the budget is spread.
     """
 
@@ -213,7 +214,7 @@ def order(
     rank: Rank | None = None,
     shared: bool = False,
 ) -> Order:
-    """Pool and protect, but do not choose yet; arguments and errors are `select`'s.
+    """Pool and protect, but do not choose yet; arguments and errors are those of `select`.
 
     Under "layer" the priorities are the scores' shares of the layer's total; under "global" they are the scores.
     """
@@ -236,7 +237,7 @@ def order(
 
 
 def select_layers(orders: Sequence[Order]) -> list[Kept]:
-    """What each layer keeps under a rule that compares all layers, decided at once.
+    """Return what each layer keeps under a rule that compares all layers.
 
     Args:
         orders: of `order`, one per layer, of one batch.
@@ -251,7 +252,7 @@ def select_layers(orders: Sequence[Order]) -> list[Kept]:
 
 
 class _Task(NamedTuple):
-    """A selection's checked arguments, as numbers the host knows."""
+    """The checked arguments of a selection, as numbers on the host."""
 
     rule: AllocationRule
     shared: bool
@@ -338,7 +339,7 @@ def _order(scores: Tensor, task: _Task, rank: Rank | None, peers: Peers | None =
 
 
 def _fused_unsupported(scores: Tensor, task: _Task, rank: Rank | None) -> str | None:
-    """Why the fused kernel cannot make this selection, or None when it can."""
+    """Return None if the fused kernel can make this selection, otherwise the reason why not."""
     if not scores.is_cuda:
         return f"the scores are on {scores.device}, the kernel runs on CUDA"
     if importlib.util.find_spec("triton") is None:
@@ -353,7 +354,7 @@ def _fused_unsupported(scores: Tensor, task: _Task, rank: Rank | None) -> str | 
 
 
 def _select_fused(scores: Tensor, task: _Task, peers: Peers | None) -> Kept:
-    """The same choice in one pass of the fused kernel, without the host waiting."""
+    """Make the same choice in one pass of the fused kernel; the host does not wait."""
     from decantkv import kernels
 
     batch, heads, kv_len = scores.shape
@@ -385,14 +386,14 @@ def _select_fused(scores: Tensor, task: _Task, peers: Peers | None) -> Kept:
 
 
 def _finite(scores: Tensor, task: _Task) -> Tensor:
-    """Scores without NaN and infinities, of which pooling can add up as many as it does."""
+    """Return the scores without NaN and infinities, small enough for pooling to add them up."""
     parts = task.kernel_size if task.pool == "avg" else 1
     by_share = task.rule.over_layers and task.rule.by_share  # shares are not negative
     return bounded(scores, parts=parts, nan=0.0 if by_share else None)
 
 
 def _marked(scores: Tensor, protected: Tensor, pads: Tensor) -> Tensor:
-    """Finite scores with protected tokens at +inf and pads at −inf."""
+    """Return finite scores with protected tokens at +inf and pads at −inf."""
     return scores.masked_fill(protected, torch.inf).masked_fill(pads, -torch.inf)
 
 
@@ -425,7 +426,7 @@ def _row_counts(n_keep: int | Sequence[int], rows: list[int], fixed: list[int]) 
 
 
 def _pads(lengths: Sequence[int] | None, scores: Tensor) -> Tensor:
-    """[B or 1, 1, N] bool: True at a pad."""
+    """Return [B or 1, 1, N] bool, True at a pad."""
     position = torch.arange(scores.shape[2], device=scores.device)
     if lengths is None:
         return torch.zeros_like(position, dtype=torch.bool)[None, None]
@@ -433,7 +434,7 @@ def _pads(lengths: Sequence[int] | None, scores: Tensor) -> Tensor:
 
 
 def _protected(fixed: list[tuple[Span, ...]], rows: list[int], scores: Tensor) -> Tensor:
-    """[B, 1, N] bool: the always-kept keys; spans count from a row's first real token."""
+    """Return [B, 1, N] bool, True at always-kept keys; spans count from a row's first real token."""
     kv_len = scores.shape[2]
     protected = torch.zeros(len(rows), 1, kv_len, dtype=torch.bool, device="cpu")
     for row, (spans, length) in enumerate(zip(fixed, rows, strict=True)):

@@ -1,7 +1,7 @@
-"""Processes that share a layer's KV heads between them: what a choice across heads costs them is one exchange.
+"""Selection under tensor parallelism: at most one collective per layer.
 
-Under tensor parallelism every process holds H of a layer's P·H heads, in order of rank. Choices head by head exchange
-nothing. A choice for all heads alike sums one row of scores; heads that compete show each other their candidates.
+Each of P processes holds H of a layer's P·H key-value heads, in order of rank. A choice head by head exchanges nothing.
+One set for all heads takes an all-reduce of the scores' sum. Heads that compete gather one another's candidates.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from decantkv.selection.topk import wins
 
 @dataclass(frozen=True)
 class Peers:
-    """The processes of one tensor-parallel model.
+    """The tensor-parallel group of one model.
 
     Attributes:
-        group: the process group they exchange over.
-        size: P, how many they are; rank: which of them this one is.
+        group: the process group of torch.distributed.
+        size: P, the number of processes.
+        rank: the number of this process.
     """
 
     group: Any
@@ -31,10 +32,10 @@ class Peers:
 
     @classmethod
     def of(cls, model: Any) -> Peers | None:
-        """Those of a transformers model; None where one process holds all heads.
+        """Return the group of a transformers model, or None if one process holds all heads.
 
         Raises:
-            ValueError: the model is spread, but nobody says over which processes.
+            ValueError: the model is split over processes, but it names no group of them.
         """
         size = getattr(model, "_tp_size", None) or 1
         if size == 1:
@@ -50,14 +51,14 @@ class Peers:
         return self  # a group is a connection, not a value
 
     def own(self, counts: Tensor) -> Tensor:
-        """[B, H] of [B, P·H]: this process's heads."""
+        """Return this process's heads, [B, H] of [B, P·H]."""
         return counts.chunk(self.size, 1)[self.rank]
 
 
 def mean_over_heads(scores: Tensor, peers: Peers | None = None) -> Tensor:
-    """[B, 1, N] the mean of [B, H, N] over all heads, the peers' included: one all-reduce of 8·B·N bytes.
+    """Return [B, 1, N], the mean of [B, H, N] over the heads of all processes: one all-reduce of 8·B·N bytes.
 
-    Summed in float64, where the order of summing leaves no trace, so that every division into processes chooses alike.
+    Float64 makes the sum independent of its order, so that any number of processes chooses the same tokens.
     """
     total = scores.sum(1, keepdim=True, dtype=torch.float64)
     heads = scores.shape[1]
@@ -68,11 +69,10 @@ def mean_over_heads(scores: Tensor, peers: Peers | None = None) -> Tensor:
 
 
 def wins_of_rows(priority: Tensor, totals: list[int], peers: Peers | None = None) -> Tensor:
-    """How many of a layer's `totals[b]` highest keys each head holds, the peers' heads included; see `ranking.wins`.
+    """Return how many of a layer's `totals[b]` highest keys each head holds, over the heads of all processes.
 
-    A process's candidates are its own highest: nobody else's choice can need more of them. They travel head by head
-    with the heads' numbers of them, in one all-gather of 4·B·(t + H) bytes a process for float32 priorities, where
-    t = min(totals, H·N).
+    Each process sends its own t = min(totals, H·N) highest keys, head by head, and their number per head. That is one
+    all-gather of 4·B·(t + H) bytes per process for float32 priorities. No choice can need more. See `topk.wins`.
 
     Args:
         priority: [B, H, N], −inf at keys that take no part.
@@ -101,7 +101,7 @@ def wins_of_rows(priority: Tensor, totals: list[int], peers: Peers | None = None
 
 
 def _pack(priority: Tensor, size: int, into: Tensor) -> None:
-    """Write the `size` highest of [H, N] head by head, and how many of them each of the H heads has."""
+    """Return the `size` highest of [H, N] head by head, followed by each head's number of them."""
     heads = priority.shape[0]
     held = wins(priority, size)
     falling = priority.sort(-1, descending=True).values[:, :size]
@@ -113,7 +113,7 @@ def _pack(priority: Tensor, size: int, into: Tensor) -> None:
 
 
 def _unpack(part: Tensor, heads: int, width: int) -> Tensor:
-    """[H, width] of what `_pack` wrote, −inf behind each head's own."""
+    """Return [H, width] from what `_pack` returned, filled up with −inf after each head's own."""
     size = part.shape[0] - heads
     held = part[size:].long()
     place = torch.arange(width, device=part.device)

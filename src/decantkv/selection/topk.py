@@ -1,4 +1,4 @@
-"""The order in which keys are kept: higher first, ties to the lower index, so that runs repeat bit for bit."""
+"""Top-k with a fixed order: higher first, ties to the lower index, so that runs repeat bit for bit."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["BOUND", "FILLER", "bounded", "highest", "keep_highest"]
 
 
 def bounded(scores: Tensor, *, parts: int = 1, nan: float | None = None) -> Tensor:
-    """The scores as finite numbers of the same order, NaN as the lowest: the host never has to look for one.
+    """Return the scores as finite numbers of the same order, NaN as the lowest, without a check on the host.
 
     Args:
-        parts: so many of them can be added up without an overflow.
+        parts: how many of the results can be added up without an overflow.
         nan: what a NaN becomes; None: the lowest score.
     """
     limit = torch.finfo(scores.dtype).max / BOUND / parts
@@ -22,7 +22,7 @@ def bounded(scores: Tensor, *, parts: int = 1, nan: float | None = None) -> Tens
 
 
 def highest(priority: Tensor, counts: Tensor, most: int) -> Tensor:
-    """The `counts[b, h]` highest keys of each head as ascending indices, FILLER on the left.
+    """Return the `counts[b, h]` highest keys of each head as ascending indices, FILLER on the left.
 
     Args:
         priority: [B, H, N]. counts: [B, H] int64, none above `most`.
@@ -36,7 +36,7 @@ def highest(priority: Tensor, counts: Tensor, most: int) -> Tensor:
 
 
 def keep_highest(scores: Tensor, *, by: Tensor, counts: Tensor, to: float | None = None) -> Tensor:
-    """`scores` with the `counts[b, h]` highest keys of `by` lifted above all others that are `bounded`.
+    """Return `scores` with the `counts[b, h]` highest keys of `by` raised above all others that are `bounded`.
 
     Args:
         scores, by: [B, H, N], `by` without NaN. counts: [B, H] int64.
@@ -49,7 +49,7 @@ def keep_highest(scores: Tensor, *, by: Tensor, counts: Tensor, to: float | None
 
 
 def wins(priority: Tensor, total: int) -> Tensor:
-    """How many of the `total` highest keys of all heads together each head holds; ties to the lower head.
+    """Return how many of the `total` highest keys of all heads together each head holds; ties go to the lower head.
 
     Args:
         priority: [..., H, N], −inf at keys that take no part. At least `total` keys of every [H, N] take part.
