@@ -1,4 +1,4 @@
-"""The tensor-level calls for engines: `score`; it imports neither transformers nor triton until needed."""
+"""`score` for engines that have only tensors. It imports neither transformers nor triton until they are needed."""
 
 from __future__ import annotations
 
@@ -87,13 +87,13 @@ def score(
 
 
 def _check_not_negative(name: str, numbers: Tensor | None) -> None:
-    """Raise unless all numbers are finite and not negative; one wait for the host on CUDA."""
+    """Raise unless all numbers are finite and not negative; on CUDA the host waits once."""
     if numbers is not None and not bool((numbers.isfinite() & (numbers >= 0)).all()):
         raise ValueError(f"{name}: expected finite numbers of at least 0, got others")
 
 
 def _check_lengths(lengths: Tensor | None, k: Tensor) -> None:
-    """Raise unless there are whole numbers of real keys, at least one per row; one wait for the host on CUDA."""
+    """Raise unless `lengths` are whole numbers, at least one real key per row; on CUDA the host waits once."""
     if not isinstance(lengths, Tensor) or not isinstance(k, Tensor) or k.dim() != 4:
         return  # the window's own check names what is wrong
     wanted = f"whole numbers from 1 to {k.shape[2]}"

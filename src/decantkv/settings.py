@@ -1,4 +1,4 @@
-"""What to evict by and how much to keep, checked once and then immutable."""
+"""Settings of eviction: method, budget, allocation, protection. They are checked once and then immutable."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Settings:
         rehearsal: str | Rehearsal | None = None,
         **options: Any,
     ) -> Self:
-        """Check what a user typed; `None` takes the method's own, `options` are the named method's.
+        """Check the user's options; `None` takes the method's own, `options` are those of the named method.
 
         Raises:
             TypeError, ValueError: an argument out of its range, or a budget in tokens below window plus sinks.
@@ -79,11 +79,11 @@ class Settings:
 
     @property
     def sinks(self) -> int:
-        """First tokens always kept: the method's, whose scores may depend on them."""
+        """Number of first tokens that are always kept; it belongs to the method, whose scores may depend on it."""
         return self.method.sinks
 
     def in_force(self) -> dict[str, Any]:
-        """What besides method and budget was chosen, as JSON can hold it."""
+        """Return all options besides method and budget, for JSON."""
         return {
             "allocation": self.allocation.describe(),
             "sinks": self.sinks,
@@ -94,11 +94,11 @@ class Settings:
 
     @property
     def rows(self) -> int:
-        """How many of the last queries the method looks at; 1 where it looks at none."""
+        """Number of last queries that the method looks at; 1 if it looks at none."""
         return max(self.method.window, 1)
 
     def n_keep(self, lengths: Sequence[int]) -> list[int]:
-        """Tokens each head keeps in each batch row of `lengths` real tokens.
+        """Return the number of tokens that each head keeps, for each batch row of `lengths` real tokens.
 
         Raises:
             ValueError: protected spans outside a row, or a budget in tokens below what is protected there.
@@ -112,24 +112,24 @@ class Settings:
         return counts
 
     def fixed(self, length: int) -> int:
-        """How many tokens of a prompt are kept whatever their score."""
+        """Return how many tokens of a prompt are kept whatever their score."""
         return count(fixed_spans(length, window=self.method.window, sinks=self.sinks, protect=self.protect))
 
     def rounds_keep(self) -> int:
-        """How many tokens are kept whatever their score once the window has moved past all that is protected."""
+        """Return how many tokens are kept whatever their score once the window has moved past all protected ones."""
         return self.fixed(sys.maxsize)
 
     def raised(self, lengths: Sequence[int]) -> bool:
-        """Whether protection kept more in some row than the budget's share asked for."""
+        """Return whether protection kept more than the budget's share in some row."""
         return any(self.budget.raised(length, self.fixed(length)) for length in lengths)
 
     def unscored(self, lengths: Sequence[int]) -> bool:
-        """Whether some row that drops tokens keeps protected ones alone."""
+        """Return whether some row drops tokens and keeps only protected ones."""
         counts = zip(lengths, self.n_keep(lengths), strict=True)
         return any(kept == self.fixed(length) < length for length, kept in counts)
 
     def score(self, win: AttentionWindow) -> Tensor:
-        """[B, H, N] float32 scores, for `choose` to pool."""
+        """Return [B, H, N] float32 scores, which `choose` pools."""
         return self.method.base_score(win, impl=self.impl)
 
     def beside(self, rehearsed: Tensor, own: Tensor, rows: int) -> Tensor:
@@ -151,13 +151,13 @@ class Settings:
         """Select by the method's own rules and these settings.
 
         Args:
-            scores: of `score`, for the same window.
-            win: the window, which methods that choose in two stages look at again.
-            lengths: the window's, where the host knows them; None reads them from the window.
+            scores: from `score`, for the same window.
+            win: the window, which methods of two stages look at again.
+            lengths: real tokens of each row, if the host knows them; None: read from the window.
             layer: (index, number) among the layers that evict.
-            shared: force one set for all heads.
-            n_keep: tokens each head of a row keeps; None: by the budget.
-            forced: [B, H, N] bool, keys that come before all but the protected ones; None: none.
+            shared: keep one set for all heads.
+            n_keep: tokens that each head of a row keeps; None: by the budget.
+            forced: [B, H, N] bool, keys that are kept before all but the protected ones; None: no such keys.
             peers: processes that hold the layer's other heads.
 
         Raises:
@@ -177,7 +177,7 @@ class Settings:
         n_keep: Sequence[int] | None = None,
         forced: Tensor | None = None,
     ) -> Order:
-        """The order of keeping alone, for a rule that spreads one budget over the layers; arguments as in `choose`."""
+        """Return the keys' priorities, for a rule that spreads one budget over the layers; arguments as in `choose`."""
         return order(scores, **self._options(scores, win, lengths, layer, shared, n_keep, forced))
 
     def keep(self, win: AttentionWindow, *, layer: tuple[int, int] = (0, 1), shared: bool = False) -> Kept:
@@ -247,7 +247,7 @@ def _rehearsed(method: str | Method, options: dict[str, Any]) -> Method:
 
 
 def must_share(allocation: str) -> ValueError:
-    """The error for an allocation that gives heads different sets in a model that stores one for all."""
+    """Return the error for an allocation that gives heads different sets in a model that stores one set for all."""
     return ValueError(
         f"allocation: expected 'uniform', 'shared' or 'pyramid' for a model whose heads must share one set of "
         f"tokens, got {allocation!r}"

@@ -1,7 +1,7 @@
-"""The model's own attention call, seen from outside: pass-through wrappers, in place only while somebody holds them.
+"""Watch the model's own attention calls: pass-through wrappers, in place only while a `Hold` is open.
 
-A cache layer announces itself when transformers gives it keys and values (`expect`); the attention call that follows
-belongs to it. Nothing else joins the two: transformers passes no cache to its attention functions.
+transformers passes no cache to its attention functions. So a cache layer registers itself when it gets keys and values
+(`expect`), and the next attention call over those keys is passed to it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """What the model handed to its attention function.
+    """The arguments of one attention call.
 
     Attributes:
         query: [B, HQ, q, D] after norms and RoPE.
@@ -40,7 +40,8 @@ class AttentionCall:
         sink_logits: [HQ] learned sinks, or None.
         backend: name of the attention implementation, "eager", "sdpa", ...
         module: the attention module that called.
-        causal: whether, without a mask, tokens see only what is before them; dropout: share of weights dropped.
+        causal: whether, without a mask, tokens see only earlier ones.
+        dropout: share of weights dropped.
     """
 
     query: Tensor
@@ -63,11 +64,12 @@ class AttentionCall:
 
 @dataclass(frozen=True)
 class CallTerms:
-    """What outlives an attention call: nothing that holds keys, values or the model.
+    """What is remembered of an attention call: no keys, no values, and no reference that keeps the model alive.
 
     Attributes:
         scale, softcap, sink_logits: as in the call.
-        mask: what the call's last token sees, as in the call; reference: to the module that called.
+        mask: the mask's last row, which says what the call's last token sees.
+        reference: weak reference to the module that called.
     """
 
     scale: float
@@ -78,7 +80,7 @@ class CallTerms:
 
     @classmethod
     def of(cls, call: AttentionCall) -> CallTerms:
-        """The terms of a call."""
+        """Return the terms of a call."""
         mask = call.mask
         if isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[2] > 1:
             mask = mask[:, :, -1:].clone()
@@ -109,13 +111,13 @@ class Listener(Protocol):
     cache_id: int
 
     def attend(self, call: AttentionCall) -> Tensor | None:
-        """The attention's output [B, q, HQ, Dv] where the layer computes it itself, over what it alone can read."""
+        """Return the attention's output [B, q, HQ, Dv] if the layer computes it itself, over its own store."""
 
     def before_attention(self, call: AttentionCall) -> Any:
-        """The mask to attend with."""
+        """Return the mask for the model's attention."""
 
     def after_attention(self, call: AttentionCall) -> None:
-        """The attention is done; the layer may compact itself."""
+        """Evict if the prompt ends here; called after the attention."""
 
 
 class UnsupportedModelError(ValueError):
@@ -123,9 +125,9 @@ class UnsupportedModelError(ValueError):
 
 
 def uncompiled(function: Function) -> Function:
-    """The function, which `torch.compile` leaves alone where it compiles a forward around it.
+    """Return the function, excluded from `torch.compile` of a forward around it.
 
-    What layers decide depends on numbers that no graph should hold fast: lengths, and who waits for an attention call.
+    Its decisions depend on numbers that a compiled graph must not fix: lengths, and which layer waits for a call.
     """
     left_alone: Function = torch.compiler.disable(function)
     return left_alone
@@ -157,9 +159,9 @@ class _Waiting(NamedTuple):
 
 
 def expect(listener: Listener, key: Tensor) -> None:
-    """The attention call over `key`, which `listener` returned from `update`, belongs to `listener`.
+    """Pass the next attention call over `key` to `listener`, whose `update` returned that tensor.
 
-    The last thing that an `update` does, so that nothing it raises leaves the layer waiting.
+    Call it last in `update`, so that no error there leaves the layer waiting.
 
     Raises:
         UnsupportedModelError: the layer before it is still waiting for its own call.
@@ -172,20 +174,20 @@ def expect(listener: Listener, key: Tensor) -> None:
 
 
 def pending() -> Listener | None:
-    """The layer whose attention call has not come yet."""
+    """Return the layer that still waits for its attention call, or None."""
     waiting: _Waiting | None = getattr(_slot, "waiting", None)
     return None if waiting is None else waiting.listener()
 
 
 def forget() -> None:
-    """Nobody waits any more: a forward ended or failed."""
+    """Let no layer wait any more: a forward ended or failed."""
     _slot.waiting = None
 
 
 def _claim(module: nn.Module, key: Tensor) -> Listener | None:
-    """The layer that this attention call belongs to, which waits no more; None for a call that nobody waits for.
+    """Return the layer that this attention call belongs to, which then waits no more; None if no layer waits for it.
 
-    A layer that an interrupted forward left waiting gets no call of a later forward.
+    A layer that still waits after an interrupted forward does not get the call of a later one.
     """
     waiting: _Waiting | None = getattr(_slot, "waiting", None)
     if waiting is None:
@@ -199,9 +201,9 @@ def _claim(module: nn.Module, key: Tensor) -> Listener | None:
 
 
 def _reads(module: nn.Module, listener: Listener) -> bool:
-    """Whether `module`, which attends now, was given the listener's cache.
+    """Return whether `module`, which attends now, was given the listener's cache.
 
-    Only models that attend to something made from what the cache returned are looked at so closely.
+    This is checked only for models that attend to keys made from what the cache returned.
     """
     frame: FrameType | None = sys._getframe()
     while frame is not None:
@@ -214,7 +216,7 @@ def _reads(module: nn.Module, listener: Listener) -> bool:
 
 
 def not_understood(layer_idx: int, model: str = "the model") -> UnsupportedModelError:
-    """The error for a layer whose attention never came past the interface."""
+    """Return the error for a layer whose attention call did not go through transformers' attention interface."""
     return UnsupportedModelError(
         f"model: expected attention through transformers' attention interface, "
         f"got another kind in layer {layer_idx} of {model}; its cache cannot be evicted"
@@ -222,7 +224,7 @@ def not_understood(layer_idx: int, model: str = "the model") -> UnsupportedModel
 
 
 def interrupted(layer_idx: int) -> UnsupportedModelError:
-    """The error for a layer whose tokens were stored by a forward that never attended to them."""
+    """Return the error for a layer that stored tokens in a forward which was interrupted before it attended to them."""
     return UnsupportedModelError(
         f"cache: expected one whose last forward came to its end, got one that stopped in layer {layer_idx}, by an "
         "interrupt or because the model attends without transformers' attention interface; make a new cache or reset() "
@@ -254,7 +256,7 @@ class Hold:
         return model
 
     def close(self) -> None:
-        """Let go; the last holder restores every function."""
+        """Stop watching; the last holder restores every function."""
         self.closed = True
         thoroughly(self._restore)
 
@@ -265,12 +267,12 @@ class Hold:
         return type(self)(model)
 
     def _acquire(self, model: nn.Module) -> None:
-        """Put in place what is missing, and be one of its holders."""
+        """Wrap what is not wrapped yet, and become one of its holders."""
         _acquire(self, model)
 
     @staticmethod
     def _restore() -> None:
-        """Undo what no holder is left of; once more does no harm."""
+        """Restore functions without holders; calling it again does no harm."""
         _restore()
 
 
@@ -280,7 +282,7 @@ def any_left(holders: Iterable[Hold]) -> bool:
 
 
 class _Patch:
-    """One wrapped function: where it lives, what it was, who holds it."""
+    """One wrapped function: its place, the original, and its holders."""
 
     def __init__(self, home: MutableMapping[str, Any], name: str, backend: str) -> None:
         self.home, self.name = home, name
@@ -289,7 +291,7 @@ class _Patch:
         self.wrapper = _wrap(self.original, backend)
 
     def restore(self) -> None:
-        """Put the function back, unless somebody else has replaced the wrapper since."""
+        """Put the function back, unless other code has replaced the wrapper since."""
         if self.home.get(self.name) is self.wrapper:
             self.home[self.name] = self.original
 
@@ -301,7 +303,7 @@ _patches: dict[tuple[int, str], _Patch] = {}
 
 
 def thoroughly(undo: Callable[[], None]) -> None:
-    """Undo under the lock, a second time where an interrupt came in the midst of it."""
+    """Run `undo` under the lock, and once more if an interrupt came in between."""
     try:
         with lock:
             undo()
@@ -312,7 +314,7 @@ def thoroughly(undo: Callable[[], None]) -> None:
 
 
 def _restore() -> None:
-    """Restore the functions that nobody holds any more."""
+    """Restore the functions that no open `Hold` needs."""
     for key, patch in list(_patches.items()):
         if not any_left(patch.holders):
             patch.restore()
@@ -320,7 +322,7 @@ def _restore() -> None:
 
 
 def modeling_files(model: nn.Module) -> list[Any]:
-    """The Python modules that define the model's parts and use transformers' attention interface."""
+    """Return the Python modules that define the model's parts and use transformers' attention interface."""
     names = {type(part).__module__ for part in model.modules()}
     modules = [sys.modules[name] for name in sorted(names) if name in sys.modules]
     return [module for module in modules if hasattr(module, "ALL_ATTENTION_FUNCTIONS")]

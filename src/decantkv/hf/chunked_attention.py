@@ -1,4 +1,4 @@
-"""Attention of a prompt's chunk to what is stored before it, without a mask of everything by everything."""
+"""Attention of a prompt's chunk to all stored tokens, without an N×N mask."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ LEAST_PART = 1024  # keys, or new tokens, for which cuDNN's faster attention is 
 
 
 def attend_chunk(query: Tensor, keys: Tensor, values: Tensor, *, held: Sequence[int], scale: float) -> Tensor:
-    """Causal attention of the last q of N stored tokens.
+    """Return the causal attention of the last q of N stored tokens.
 
     Args:
         query: [B, HQ, q, D]; keys: [B, H, N, D]; values: [B, H, N, Dv].
-        held: real tokens each row stores, the chunk's included; what is left of them is hidden.
+        held: real tokens that each row stores, the chunk's included; older slots, on the left, are hidden.
 
     Returns:
-        [B, HQ, q, Dv]. Where no row has anything to hide this is fused attention; else a mask is built.
+        [B, HQ, q, Dv]: by fused attention if no row hides a slot, otherwise with a mask.
     """
     return attend_chunk_with_lse(query, keys, values, held=held, scale=scale)[0]
 
@@ -32,7 +32,7 @@ def attend_chunk(query: Tensor, keys: Tensor, values: Tensor, *, held: Sequence[
 def attend_chunk_with_lse(
     query: Tensor, keys: Tensor, values: Tensor, *, held: Sequence[int], scale: float
 ) -> tuple[Tensor, Tensor | None]:
-    """`attend_chunk`, and the natural log of its softmax denominators [B, HQ, q] float32 where they cost nothing."""
+    """Return `attend_chunk` and the log of its softmax denominators [B, HQ, q] float32, or None if they cost extra."""
     query, keys, values = alike(query, keys, values)
     new, kv_len = query.shape[2], keys.shape[2]
     if set(held) == {kv_len}:
@@ -51,17 +51,17 @@ def attend_chunk_with_lse(
 
 
 def _cudnn_attends(query: Tensor, keys: Tensor, values: Tensor, *, scale: float) -> bool:
-    """Whether torch would give a prompt's causal attention to cuDNN, its fastest on Hopper."""
+    """Return whether torch would compute a prompt's causal attention by cuDNN, its fastest backend on Hopper."""
     if not query.is_cuda or query.shape[3] != values.shape[3]:
         return False
     return fused_choice(query, keys, values, scale=scale) == SDPBackend.CUDNN_ATTENTION.value
 
 
 def _in_parts(query: Tensor, keys: Tensor, values: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
-    """The chunk's own tokens, causally, and parts of the older ones, all seen, joined by their denominators.
+    """Attend causally to the chunk's own tokens and fully to parts of the older ones, and join the results.
 
-    cuDNN's causal rule is for as many queries as keys; torch's way out, flash attention aligned to the lower right,
-    takes twice as long on an H200. cuDNN plans every new shape for about 0.1 s, hence parts of a few sizes.
+    cuDNN's causal rule needs as many queries as keys. Torch's alternative, flash attention aligned to the lower right,
+    takes twice as long on an H200. cuDNN plans each new shape for about 0.1 s, so the parts have few sizes.
     """
     new, kv_len = query.shape[2], keys.shape[2]
     out, lse = cudnn(query, keys[:, :, -new:], values[:, :, -new:], causal=True, scale=scale)

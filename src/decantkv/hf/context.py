@@ -1,4 +1,4 @@
-"""How many tokens a model's positions reach."""
+"""The longest context that a model is made for."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def context_limit(config: Any) -> int | None:
-    """Return the longest prompt and answer a configuration is made for; None where it sets no limit.
+    """Return the most tokens of prompt and answer that a configuration allows, or None if it sets no limit.
 
     YaRN's and linear scaling's factors count whether or not `max_position_embeddings` includes them already. Dynamic
     scaling follows the text, so it has no limit.
@@ -27,11 +27,12 @@ def context_limit(config: Any) -> int | None:
 
 
 def check_context(config: Any, tokens: int, argument: str, *, beyond: bool, way_out: str = "") -> None:
-    """Raise ValueError where prompt and answer are longer than the model's context, unless `beyond`.
+    """Raise ValueError if prompt and answer are longer than the model's context, unless `beyond`.
 
     Args:
         tokens: of the prompt and the answer, as far as the model reads it.
-        argument: what the user gave; way_out: what else the user can do.
+        argument: name of the option for the message.
+        way_out: what the user can do instead, for the message.
     """
     limit = context_limit(config)
     if limit is None or tokens <= limit or beyond:

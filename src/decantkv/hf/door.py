@@ -1,4 +1,4 @@
-"""Which models eviction can follow: whatever it cannot follow is refused here by name, before a forward."""
+"""Check a model before eviction starts: what cannot be followed is refused by name, before a forward."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _check_sharing(model: PreTrainedModel, config: Any) -> None:
 
 
 def _wrapped(model: object) -> object | None:
-    """Return what `torch.compile`, data parallelism or PEFT made this of; None where it is no such thing."""
+    """Return the model that `torch.compile`, data parallelism or PEFT wrapped, or None if this is no such wrapper."""
     if not isinstance(model, nn.Module):
         return None
     for name in ("_orig_mod", "module"):

@@ -1,4 +1,4 @@
-"""What `generate` does differently while eviction is on: drafts wait for the prompt, chunks for the last of them."""
+"""Changes to `generate` while eviction is on: drafts wait for the prompt, eviction waits for the last chunk."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _VERSION = Version(Version(transformers.__version__).base_version)
 
 
 def first_the_prompt(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Assisted decoding would read prompt and first draft in one forward; the prompt alone comes first instead.
+    """Make assisted decoding read the prompt alone before the first draft.
 
-    So eviction sees the prompt as it is, and the first draft is checked against what was kept.
+    Otherwise one forward would hold both, and eviction would score the draft's tokens as part of the prompt.
     """
 
     def make_generator(**kwargs: Any) -> Any:
@@ -28,7 +28,7 @@ def first_the_prompt(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _PromptFirst:
-    """A candidate generator that proposes nothing at first, and is made when the prompt has been read."""
+    """A candidate generator that proposes nothing the first time and builds the real one after the prompt was read."""
 
     requires_model_outputs = False
 
@@ -38,7 +38,7 @@ class _PromptFirst:
         self._asked = False
 
     def get_candidates(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Nothing the first time; afterwards what the generator proposes for prompt and answer so far."""
+        """Return no candidates the first time; afterwards those of the real generator."""
         if not self._asked:
             self._asked = True
             return input_ids, None
@@ -49,7 +49,7 @@ class _PromptFirst:
         return self._generator.get_candidates(input_ids, *args, **kwargs)
 
     def update_candidate_strategy(self, *args: Any, **kwargs: Any) -> None:
-        """Tell the generator how its drafts fared."""
+        """Pass the number of accepted candidates to the real generator."""
         if self._generator is not None:
             self._generator.update_candidate_strategy(*args, **kwargs)
 
@@ -58,9 +58,9 @@ class _PromptFirst:
 
 
 def _carry(model_kwargs: dict[str, Any], input_ids: torch.Tensor) -> dict[str, Any]:
-    """What generate hands to a candidate generator, brought up to the length of `input_ids`.
+    """Return the arguments for a candidate generator, with masks extended to the length of `input_ids`.
 
-    transformers carries masks and positions forward in the dictionary it once handed over, until 4.57 in a copy.
+    transformers extends masks and positions in the dictionary that it passed at first; until 4.57 in a copy of it.
     """
     carried = {name: value for name, value in model_kwargs.items() if name != "cache_position"}
     mask = carried.get("attention_mask")
@@ -70,7 +70,7 @@ def _carry(model_kwargs: dict[str, Any], input_ids: torch.Tensor) -> dict[str, A
 
 
 def refuse_continuous_batching(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method in place of the paged generation's entry points."""
+    """Return a method that refuses continuous batching, to stand in for its entry points."""
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise ValueError(
@@ -81,12 +81,12 @@ def refuse_continuous_batching(method: Callable[..., Any]) -> Callable[..., Any]
 
 
 def is_chunked(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether one of the arguments is a generation configuration that wants the prompt in chunks."""
+    """Return whether one of the arguments is a generation configuration with `prefill_chunk_size`."""
     return any(getattr(a, "prefill_chunk_size", None) for a in (*args, *kwargs.values()))
 
 
 def check_chunks(cache: DynamicCache) -> None:
-    """Raise where transformers would put a prompt's beginning into the cache a second time.
+    """Raise if transformers would read a prompt's beginning into the cache a second time.
 
     Raises:
         ValueError: a later turn in chunks, which transformers cannot do before 5.24.
@@ -100,9 +100,9 @@ def check_chunks(cache: DynamicCache) -> None:
 
 
 def number_chunk(kwargs: dict[str, Any], cache: DynamicCache) -> None:
-    """Give a chunk's forward the positions its tokens have in the prompt.
+    """Set a chunk's position ids to its tokens' positions in the prompt.
 
-    Before 5.12 transformers numbers every chunk like the prompt's end, in 4.x as if pads were tokens.
+    Before 5.12 transformers gives every chunk the positions of the prompt's end, and 4.x counts pads as tokens.
     """
     if Version("5.12") <= _VERSION or kwargs.get("input_ids") is None:
         return

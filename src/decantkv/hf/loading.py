@@ -1,4 +1,4 @@
-"""Loading a model for the command line: a hub id, a folder, or a GGUF file that is converted once."""
+"""Load a model: from a hub id, a folder, or a GGUF file that is converted once."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def load(
     Args:
         source: a model id, a folder written by `save_pretrained`, or a `.gguf` file. A GGUF's weights are
             dequantised and kept as safetensors in `cache_folder()`, so that only the first load is slow.
-        dtype: of the weights, or its name among `DTYPES`; None or "" means float32 on a CPU, where it is fastest, and
-            the model's own on a GPU.
-        device: None means the first GPU if there is one.
-        check: called with configuration and tokenizer before the weights are read; what it raises ends the load.
+        dtype: of the weights, or its name in `DTYPES`. None or "": float32 on a CPU, where it is fastest, and the
+            model's own on a GPU.
+        device: where the model runs; None: the first GPU, or the CPU if there is none.
+        check: a function that gets configuration and tokenizer before the weights are read, and may raise.
 
     Returns:
         The model in evaluation mode, and its tokenizer.
@@ -71,7 +71,7 @@ def load(
 
 @contextmanager
 def _no_bars() -> Iterator[None]:
-    """Keep transformers' bars, several for each model, off the terminal."""
+    """Hide transformers' progress bars, of which each load shows several."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -83,7 +83,7 @@ def _no_bars() -> Iterator[None]:
 
 @contextmanager
 def _one_line(expected: str) -> Iterator[None]:
-    """Turn whatever a file that others made raises while it is read into one line; packages and memory apart."""
+    """Turn any error while a file is read into a ValueError of one line; missing packages and memory are left alone."""
     try:
         yield
     except (ImportError, MemoryError, torch.OutOfMemoryError):
@@ -95,7 +95,7 @@ def _one_line(expected: str) -> Iterator[None]:
 
 
 def _whole(source: str | Path, **arguments: Any) -> PreTrainedModel:
-    """The model that `from_pretrained` makes, if each of its weights was read and each that was read is its own.
+    """Return the model of `from_pretrained`, if the checkpoint holds exactly the model's weights.
 
     Raises:
         ValueError: weights are missing, left over or of another shape; transformers would draw them at random.
@@ -118,7 +118,7 @@ def _whole(source: str | Path, **arguments: Any) -> PreTrainedModel:
 
 
 def convert_gguf(path: str | Path) -> Path:
-    """The folder of a GGUF file's dequantised float32 weights, written on first use.
+    """Return the folder of a GGUF file's dequantised float32 weights; it is written on first use.
 
     Raises:
         ValueError: the file is no GGUF.
@@ -195,21 +195,21 @@ def _convert(path: Path, target: Path) -> None:
 
 
 def cache_folder() -> Path:
-    """Where converted models live: $DECANTKV_CACHE, or decantkv in the user's cache folder."""
+    """Return the folder of converted models: $DECANTKV_CACHE, or decantkv in the user's cache folder."""
     if own := os.environ.get("DECANTKV_CACHE"):
         return Path(own)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "decantkv"
 
 
 def name_of(source: str) -> str:
-    """What to call a model: its id, or its file's or folder's name without where it lies."""
+    """Return a model's name for a reader: its id, or the last part of its path."""
     return Path(source).name if Path(source).exists() else source
 
 
 def chat_prompt(tokenizer: Any, text: str) -> tuple[str, bool]:
-    """The text as one user message in the model's chat template, and whether there is a template.
+    """Return the text as one user message in the model's chat template, and whether there is a template.
 
-    The template writes special tokens itself, so tokenise with `add_special_tokens=not templated`.
+    The template writes special tokens itself: tokenize with `add_special_tokens=False` if there is one.
     """
     if getattr(tokenizer, "chat_template", None) is None:
         return text, False

@@ -1,4 +1,4 @@
-"""Reading a prompt's padding from the mask a backend got, and hiding filler slots from later tokens."""
+"""Masks: read a prompt's padding from the mask of its attention call, and hide filler slots from later tokens."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor
 
 
 class PromptMask(NamedTuple):
-    """What the model's mask says about a prompt.
+    """Padding and window of a prompt, read from the model's mask.
 
     Attributes:
-        lengths: real tokens of each batch row, pads being leftmost; None when there are no pads.
-        window: [B or 1, 1, w, N] bool what the last w rows see, where that is not plainly causal; else None.
+        lengths: real tokens of each batch row, with pads on the left; None if there are no pads.
+        window: [B or 1, 1, w, N] bool, True where one of the last w rows sees a key; None if that is plainly causal.
     """
 
     lengths: tuple[int, ...] | None
@@ -29,11 +29,11 @@ _memo = threading.local()
 def read_prompt_mask(
     mask: Any, *, batch: int, kv_len: int, rows: int, device: torch.device, empty: bool = False
 ) -> PromptMask:
-    """Read the mask of a prompt's attention call; a model's layers share one, so its answer is remembered.
+    """Read the mask of a prompt's attention call. Layers share one mask, so the result is remembered.
 
     Args:
         mask: None, 2-D [B, N] (flash), 4-D bool or additive [B or 1, 1, N, N] (sdpa, eager), or a flex BlockMask.
-        empty: rows may be pads alone, as in an early chunk.
+        empty: allow rows that hold pads alone, as in an early chunk.
 
     Raises:
         ValueError: an additive mask that is not only 0 and −inf, a mask per head, or pads that are not leftmost.
@@ -53,7 +53,7 @@ def read_prompt_mask(
 
 
 def among_new(mask: Any, *, new: int, shown: Callable[[], Tensor | None]) -> Any:
-    """The mask of `new` tokens among themselves; a caller's 4-D mask may also cover older ones, all shown.
+    """Return the mask of `new` tokens among themselves; a 4-D mask of the caller may also show all older ones.
 
     Args:
         shown: gives [B, S] bool, which of the older slots hold a token, or None where slots are not the given tokens.
@@ -81,7 +81,7 @@ def among_new(mask: Any, *, new: int, shown: Callable[[], Tensor | None]) -> Any
 
 
 def real_tokens(mask: Any, *, batch: int, kv_len: int, device: torch.device) -> tuple[int, ...]:
-    """Real tokens among the keys of each batch row, by a prompt's mask; rows of pads alone count none.
+    """Return the number of real tokens in each batch row of a prompt's mask; 0 for a row of pads alone.
 
     Raises:
         ValueError: pads that are not leftmost.
@@ -95,7 +95,7 @@ def real_tokens(mask: Any, *, batch: int, kv_len: int, device: torch.device) -> 
 
 
 def _expect_leftmost_pads(real: Tensor, lengths: Tensor) -> Tensor:
-    """[B, N] bool, `real` again; raise unless each row's real keys are its last ones."""
+    """Check that padding is on the left and return the mask [B, N] unchanged."""
     kv_len = real.shape[1]
     left_padded = torch.arange(kv_len, device=real.device) >= (kv_len - lengths)[:, None]
     if not bool((real == left_padded).all()):
@@ -106,7 +106,7 @@ def _expect_leftmost_pads(real: Tensor, lengths: Tensor) -> Tensor:
 
 
 def _last_rows(mask: Any, *, batch: int, kv_len: int, rows: int, device: torch.device) -> Tensor:
-    """[B or 1, 1, w, N] bool: what the last `rows` query rows see; the causal rule is added for 2-D masks."""
+    """Return [B or 1, 1, w, N] bool: the keys that the last `rows` query rows see; 2-D masks are made causal."""
     key = torch.arange(kv_len, device=device)
     row = torch.arange(kv_len - rows, kv_len, device=device)
     if not isinstance(mask, Tensor):  # flex attention's BlockMask carries the rule itself
@@ -140,13 +140,13 @@ def _read(seen: Tensor, batch: int, kv_len: int, rows: int) -> PromptMask:
 
 
 def refit(mask: Any, *, q_len: int, kv_len: int, later: int) -> Any:
-    """The mask of a layer that stores another number of tokens than the first one, for which transformers built it.
+    """Return the mask for a layer that stores another number of tokens than the first layer.
 
-    The last `later` columns came after the prompt in every layer, so that the mask says which of them are pads. Slots
-    that the prompt left are all seen; filler is `hide_filler`'s concern.
+    transformers builds one mask, for the first layer. Its last `later` columns are tokens after the prompt, the same in
+    every layer. All slots of the prompt are shown; `hide_filler` hides filler.
 
     Raises:
-        ValueError: a BlockMask, which says only what its own length holds.
+        ValueError: the mask is a BlockMask, which cannot be stretched to another length.
     """
     if mask is not None and not isinstance(mask, Tensor):
         raise ValueError("allocation: expected one that gives all layers alike with flex attention; use sdpa or eager")
@@ -166,17 +166,17 @@ def hide_filler(
     backend: str,
     causal: bool = True,
 ) -> Tensor:
-    """The backend's mask for new tokens with the kept cache's filler slots hidden.
+    """Return the backend's mask for new tokens, with the kept cache's filler slots hidden.
 
     Args:
         mask: what transformers built for the stored length: None, 2-D, or 4-D bool or additive.
         valid: [B, 1 or H, K] bool, which of the first K slots hold a token.
         query: [B, HQ, q, D] the new tokens' queries.
         kv_len: K plus the new tokens.
-        causal: whether new tokens see only what is before them where there is no mask.
+        causal: whether new tokens see only earlier ones if there is no mask.
 
     Raises:
-        ValueError: the backend has no mask that can say this.
+        ValueError: the backend's kind of mask cannot hide these slots.
     """
     batch, num_heads, q_len = query.shape[:3]
     new = valid.new_ones(*valid.shape[:2], kv_len - valid.shape[2])
@@ -199,7 +199,7 @@ def hide_filler(
 
 
 def padded_turn() -> ValueError:
-    """The error for pads after the prompt where answers are evicted."""
+    """Return the error for pads after the prompt while answers are evicted."""
     return ValueError(
         "attention_mask: expected turns of equal length in all rows with every=, which evicts rows together, got pads "
         "after the prompt; give such rows one at a time, or leave every out"

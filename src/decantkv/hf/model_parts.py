@@ -1,4 +1,4 @@
-"""What is read from a model's modules beyond an attention call: weights wherever they lie, W_O, the rotation."""
+"""Parts of a model that scoring needs besides the attention call: weights, output projection, rotation."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ MOVING = ("dynamic", "longrope")  # their frequencies change with the length of 
 
 
 def own_weights(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Each part of a model with its name; its own parameters can be read until the next part is taken.
+    """Yield each part of a model with its name; its own parameters can be read until the next part is yielded.
 
-    Parameters that accelerate offloads are loaded by its own hook for that long.
+    Until then accelerate's hook holds offloaded parameters on their device.
     """
     with _loaded(module):
         yield prefix, module
@@ -34,7 +34,7 @@ def own_weights(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.M
 
 @contextmanager
 def _loaded(module: nn.Module) -> Iterator[None]:
-    """While open, parameters that an offloading hook of the module keeps elsewhere are on its device."""
+    """Return a context in which a module's offloaded parameters are on its device."""
     hook: Any = getattr(module, "_hf_hook", None)
     reach = any(getattr(one, "place_submodules", False) for one in getattr(hook, "hooks", (hook,)))
     if hook is None or not any(x.is_meta for x in module.parameters(recurse=reach)):
@@ -48,7 +48,7 @@ def _loaded(module: nn.Module) -> Iterator[None]:
 
 
 def device_of(module: nn.Module) -> torch.device | None:
-    """Where a module's weights are when it runs; None of one without weights."""
+    """Return the device on which a module runs, or None if it has no weights."""
     for part in module.modules():
         for weight in part._parameters.values():
             if weight is not None and not weight.is_meta:
@@ -61,10 +61,10 @@ def device_of(module: nn.Module) -> torch.device | None:
 
 
 def output_projection(module: nn.Module, query: Tensor, value: Tensor) -> Tensor:
-    """The linear map W_O that an attention module applies, as [HQ, Dv, E].
+    """Return the output projection W_O of an attention module, [HQ, Dv, E].
 
-    Of a plain linear layer it is a view of the weight. Any other layer (with adapters, quantised, offloaded) is run
-    on unit vectors, its bias taken off.
+    For a plain linear layer this is a view of its weight. Any other layer (with adapters, quantised, offloaded) is run
+    on unit vectors, and its bias is subtracted.
 
     Args:
         query: [B, HQ, N, D]; value: [B, H, N, Dv], as the attention got them.
@@ -87,7 +87,7 @@ def output_projection(module: nn.Module, query: Tensor, value: Tensor) -> Tensor
 
 
 def _plain_weight(projection: nn.Module) -> Tensor | None:
-    """[in, out] where the layer's weight is all that it applies besides its bias; None where it may be more."""
+    """Return [in, out] of a layer that applies only its weight and bias; None for any other."""
     conv = type(projection).__name__ == "Conv1D"  # GPT-2's holds [in, out], Linear [out, in]
     if not conv and type(projection).forward is not nn.Linear.forward:
         return None
@@ -106,7 +106,7 @@ def _plain_weight(projection: nn.Module) -> Tensor | None:
 
 
 def _inputs(projection: nn.Module) -> int | None:
-    """How many inputs a layer says it takes; None where it does not say."""
+    """Return the number of inputs in a layer's attributes, or None if it has no such attribute."""
     for name in ("in_features", "infeatures", "nx"):
         if isinstance(size := getattr(projection, name, None), int):
             return size
@@ -115,7 +115,7 @@ def _inputs(projection: nn.Module) -> int | None:
 
 @torch.no_grad()
 def _weight_by_running(projection: nn.Module, inputs: int, like: Tensor, name: str) -> Tensor:
-    """[in, out] of a layer that is linear but not plain: its outputs for unit vectors less that for zero.
+    """Return [in, out] of a linear layer by running it: its outputs for unit vectors minus its output for zero.
 
     Raises:
         ValueError: it cannot be run on such vectors, or is not linear.
@@ -144,9 +144,9 @@ def _weight_by_running(projection: nn.Module, inputs: int, like: Tensor, name: s
 
 
 def rotation(model: Any) -> Rotate:
-    """A function that turns RoPE vectors [B, H, T, D] of this model by [T] or [B, T] positions, negative ones too.
+    """Return a function that rotates RoPE vectors [B, H, T, D] of this model by [T] or [B, T] positions, also negative.
 
-    It runs the model's own `rotary_emb` and `apply_rotary_pos_emb`, and is tried out here: turns must add up.
+    It runs the model's own `rotary_emb` and `apply_rotary_pos_emb`. It is tested here: rotations must add up.
 
     Raises:
         ValueError: the model has no such pair, or its frequencies change with the prompt's length.
@@ -170,12 +170,12 @@ def rotation(model: Any) -> Rotate:
 
 
 def layer_config(config: Any, layer_idx: int) -> Any:
-    """The configuration of one layer: the model's own, unless its layers differ in the numbers they are made of."""
+    """Return the configuration of one layer: the model's own, unless layers have configurations of their own."""
     return config.per_layer_config[layer_idx] if getattr(config, "is_heterogeneous", False) else config
 
 
 def decoder_of(model: Any) -> Any:
-    """Return the innermost part of a model that reads tokens into a cache; the model itself where no part is one.
+    """Return the innermost part of a model that reads tokens into a cache, or the model itself if it has no such part.
 
     transformers' `get_decoder` may return the whole model, a language model with its head, or the head alone.
     """
@@ -222,7 +222,7 @@ def _rotation(embed: nn.Module, apply: Callable[..., Any]) -> Rotate:
 
 
 def _adds_up(rotate: Rotate, model: Any) -> bool:
-    """Whether R(3)R(−8)x = R(−5)x, R(0)x = x and R(7)x ≠ x on a vector of the model's head width."""
+    """Return whether R(3)R(−8)x = R(−5)x, R(0)x = x and R(7)x ≠ x for a vector of the model's head width."""
     config = model.config.get_text_config(decoder=True)
     kinds = getattr(config, "layer_types", None) or ()
     config = layer_config(config, list(kinds).index("full_attention") if "full_attention" in kinds else 0)

@@ -1,4 +1,4 @@
-"""The attention that torch would run, asked for its softmax denominators as well: they cost it nothing."""
+"""Run the attention op that torch would pick, and also return its softmax denominators, at no extra cost."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_DIM = 256
 
 
 def attend_with_lse(query: Tensor, key: Tensor, value: Tensor, *, scale: float) -> tuple[Tensor, Tensor] | str:
-    """Causal attention of a whole prompt by the very op that `scaled_dot_product_attention` would pick.
+    """Return causal attention of a whole prompt by the same op that `scaled_dot_product_attention` would pick.
 
     Args:
         query: [B, HQ, N, D]; key: [B, H, N, D]; value: [B, H, N, D]; no pads.
@@ -51,19 +51,19 @@ def attend_with_lse(query: Tensor, key: Tensor, value: Tensor, *, scale: float) 
 
 
 def fused_choice(query: Tensor, key: Tensor, value: Tensor, *, scale: float) -> int:
-    """The backend, as `SDPBackend`'s number, that torch would give a prompt's causal attention to."""
+    """Return the backend, as a number of `SDPBackend`, that torch would pick for a prompt's causal attention."""
     gqa = key.shape[1] != query.shape[1]
     return int(torch._fused_sdp_choice(query, key, value, None, 0.0, True, scale=scale, enable_gqa=gqa))
 
 
 def flash(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """torch's flash attention on CUDA: the output, and the log of the denominators [B, HQ, q or more] float32."""
+    """Run torch's flash attention on CUDA: the output, and the log of the denominators [B, HQ, q or more] float32."""
     made = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, False, scale=scale)
     return made[0], made[1]
 
 
 def cudnn(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """The same by cuDNN; causal means query i sees keys 0 to i."""
+    """Run cuDNN's attention, with the same results; causal means that query i sees keys 0 to i."""
     op = torch.ops.aten._scaled_dot_product_cudnn_attention
     made = op(query, key, value, None, True, 0.0, causal, False, scale=scale)
     return made[0], made[1].squeeze(-1) if made[1].dim() == 4 else made[1]  # a column, where it is one

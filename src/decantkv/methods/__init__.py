@@ -1,4 +1,4 @@
-"""The registry of methods: ours are one file and one line here, others are added by `register_method`."""
+"""The registry of methods. A built-in method is one file and one line here; others are added by `register_method`."""
 
 from __future__ import annotations
 
@@ -105,14 +105,14 @@ def register_method(cls: Added) -> Added:
 
 
 def known_methods() -> dict[str, type[Method]]:
-    """Every method by its name: ours, the registered ones, and those that installed packages add."""
+    """Return every method by its name: built-in ones, registered ones, and those of installed packages."""
     for cls in plugins(GROUP):
         register_method(cls)
     return METHODS
 
 
 def resolve(method: str | Method, **options: Any) -> Method:
-    """A method from its name, "name:preset", or an instance.
+    """Return the method of a name or of "name:preset"; an instance is returned as it is.
 
     Raises:
         TypeError: neither a name nor a method, or an option the method does not have.

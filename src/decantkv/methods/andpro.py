@@ -15,7 +15,7 @@ from decantkv.scoring.window import AttentionWindow
 
 @dataclass(frozen=True)
 class AnDPro(Method):
-    """Keep the tokens that pull furthest along the attention output's own direction: Σ_i p ⟨v, a⟩/‖a‖."""
+    """Keep the tokens whose values contribute most along the direction of the attention output: Σ_i p ⟨v, a⟩/‖a‖."""
 
     name: ClassVar[str] = "andpro"
     kind: ClassVar[Kind] = "relaxation"
@@ -45,7 +45,7 @@ class AnDPro(Method):
 
 @dataclass(frozen=True)
 class AnDProChunks(Method):
-    """AnDPro as its authors' code has it: chunks of 4 tokens, weights pooled along each row, one contest per layer.
+    """AnDPro as in its authors' code: chunks of 4 tokens, weights pooled along each row, heads compete within a layer.
 
     A token's score is its chunk's Σ_i ⟨z_i, u_i⟩, z_i = Σ_{j∈chunk} p̃ v and u_i the sum of z_i over the chunks that
     may go. The last chunk chosen may be kept in part, so that the total is exact.

@@ -1,4 +1,4 @@
-"""What a method is: one score per key, and how its authors select by it."""
+"""The base class of methods: one score per key, and the authors' settings for selecting by it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Method(ABC):
 
     Attributes:
         allocation: how its authors spread a budget over heads and layers; the user may choose another.
-        by_window: its scores come from the window's attention, whose output and denominators it can take over.
+        by_window: its scores come from the window's attention, so that it can reuse its output and denominators.
         cost: multiply-adds per cached token and KV head, g query heads sharing it, w window rows, D = Dv = d.
         window: the last w positions, whose queries score the rest and which are themselves always kept. 0 for
             methods that neither look at queries nor protect a window.
@@ -58,7 +58,7 @@ class Method(ABC):
         """Check the class attributes that a subclass sets.
 
         Raises:
-            TypeError, ValueError: one is of another kind than it should be.
+            TypeError, ValueError: an attribute has a wrong type or value.
         """
         super().__init_subclass__(**kwargs)
         own = vars(cls)
@@ -85,12 +85,12 @@ class Method(ABC):
 
     @classmethod
     def least_window(cls) -> int:
-        """The smallest window the method can work with: 1 when it looks at queries."""
+        """Return the smallest window the method can work with: 1 if it looks at queries."""
         return 0
 
     @classmethod
     def preset(cls, name: str, **options: Any) -> Self:
-        """The method under published settings, with `options` on top.
+        """Return the method under published settings, changed by `options`.
 
         Raises:
             ValueError: the method has no such preset.
@@ -100,7 +100,7 @@ class Method(ABC):
 
     @property
     def needs(self) -> frozenset[Need]:
-        """What the method looks at beyond the window's queries, the keys and the values."""
+        """Inputs beyond the window's queries, the keys and the values: "queries", "W_O", "rotate" or "stream"."""
         return frozenset()
 
     @property
@@ -117,7 +117,7 @@ class Method(ABC):
         """
 
     def base_score(self, win: AttentionWindow, *, impl: Impl = "auto") -> Tensor:
-        """[B, H, N] float32: what selection pools and hands to `rank`; `score` unless the method has two stages."""
+        """Return [B, H, N] float32 for selection to pool and pass to `rank`; `score` unless there are two stages."""
         return self.score(win, impl=impl)
 
     @property
@@ -130,7 +130,7 @@ class Method(ABC):
         return torch.maximum(scores, more) if self.takes_largest else scores + more
 
     def rank(self, pooled: Tensor, win: AttentionWindow, n_keep: Sequence[int]) -> Tensor:
-        """The order of keeping, from pooled base scores; the identity unless the method has two stages.
+        """Return priorities from pooled base scores: the same scores unless the method has two stages.
 
         Args:
             pooled: [B, H or 1, N] base scores after pooling; always-kept keys at +inf, pads at −inf.
@@ -142,28 +142,28 @@ class Method(ABC):
         return pooled
 
     def tail(self, n_keep: int, fixed: int) -> int:
-        """How many last tokens the method keeps by its own rule when `fixed` of `n_keep` are kept anyway."""
+        """Return how many last tokens the method always keeps if `fixed` of `n_keep` are kept anyway."""
         return 0
 
     @property
     def keeps(self) -> str:
-        """What is kept whatever its score, for the table."""
+        """Return what is kept whatever its score, as text for the table."""
         kept = ([f"first {self.sinks}"] if self.sinks else []) + ([f"last {self.window}"] if self.window else [])
         return " + ".join(kept) or "–"
 
     def describe(self) -> str:
-        """The settings that differ between instances, for reports: `dropkv(window=8, pool=max, …)`."""
+        """Return name and options, for reports: `dropkv(window=8, pool=max, …)`."""
         options = ", ".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self))
         return f"{self.name}({options})"
 
     def _projected_norm(self, win: AttentionWindow) -> Tensor:
-        """[B, H, N] float32: the window's own hint, or computed from its W_O."""
+        """Return [B, H, N] float32: the window's `projected_norm`, computed from its W_O if it is not given."""
         if win.projected_norm is not None:
             return win.projected_norm
         return streams.projected_norm(win, self._expect_need(win, "W_O"))
 
     def _expect_need(self, win: AttentionWindow, need: Need) -> Any:
-        """What the window holds under `need`; raise ValueError, naming the way out, where it holds nothing."""
+        """Return the window's input `need`; raise ValueError, with advice, if the window lacks it."""
         arguments = {"queries": "queries", "W_O": "output_projection", "rotate": "rotate", "stream": "stream_norm"}
         argument = arguments[need]
         held = getattr(win, argument)

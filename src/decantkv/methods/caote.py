@@ -21,7 +21,7 @@ class CAOTE(Method):
     The closed form is that of DropKV's single token; there is one distribution per KV head instead of one per row.
 
     Attributes:
-        base: whose scores become α: "tova" (the last query, mean over the group), "snapkv" (the window's sum) or
+        base: method whose scores become α: "tova" (the last query, mean over the group), "snapkv" (the window's sum) or
             "h2o" (every query's).
     """
 
@@ -46,7 +46,7 @@ class CAOTE(Method):
 
     @property
     def needs(self) -> frozenset[Need]:
-        """Its base's."""
+        """Return the needs of the base method."""
         return frozenset({"queries"}) if self.base == "h2o" else frozenset()
 
     def score(self, win: AttentionWindow, *, impl: Impl = "auto") -> Tensor:

@@ -21,10 +21,10 @@ _BASES: dict[str, Quantity] = {"snapkv": "attention_mass", "dropkv": "perturbati
 
 @dataclass(frozen=True)
 class CriticalKV(SnapKV):
-    """Bound the output's shift by score × ‖W_O v‖₁, after half of the budget has gone by the base score alone.
+    """Keep the largest score × ‖W_O v‖₁, a bound on the output's shift; half of the budget goes by the score alone.
 
     Attributes:
-        base: whose score is bounded: "snapkv", as published, or "dropkv". Pooling comes before the bound.
+        base: method of the score: "snapkv", as published, or "dropkv". The score is pooled before the bound.
         first_stage: share of the budget, always-kept tokens included, that the base score alone decides.
         epsilon: added to the mean weight over the window, so that a large value is not lost behind a weight of 0.
     """
@@ -57,11 +57,11 @@ class CriticalKV(SnapKV):
         return (self.base_score(win, impl=impl) + self.epsilon * win.window) * norm
 
     def base_score(self, win: AttentionWindow, *, impl: Impl = "auto") -> Tensor:
-        """[B, H, N] float32: what the first stage ranks by and the second bounds."""
+        """Return [B, H, N] float32: the score that the first stage ranks by and the second multiplies."""
         return scoring.compute(_BASES[self.base], win, impl=impl, reduce=self.reduce)
 
     def rank(self, pooled: Tensor, win: AttentionWindow, n_keep: Sequence[int]) -> Tensor:
-        """The first stage's choice ahead of all others, which follow by the bound."""
+        """Return priorities: the first stage's choice first, then all others by the bound."""
         norm = self._projected_norm(win)
         norm = norm if pooled.shape[1] == norm.shape[1] else norm.mean(1, keepdim=True)
         bound = (pooled + self.epsilon * win.window) * norm

@@ -18,7 +18,7 @@ from decantkv.selection.topk import bounded, keep_highest
 
 @dataclass(frozen=True)
 class DefensiveKV(Method):
-    """Guard against the worst case: a token counts by the row that wants it most, and no token counts for nothing.
+    """Guard against the worst case: a token's score is its largest weight over all rows, and at least the mean score.
 
     s_j = max_i avgpool(p_ij) over the window and the group. First stage: by s, until its share of Σ s is covered or
     the budget is spent. Second: by max(s_j, mean s)·‖W_O v_j‖₁/Σ‖W_O v‖₁.
@@ -66,7 +66,7 @@ class DefensiveKV(Method):
         )
 
     def rank(self, pooled: Tensor, win: AttentionWindow, n_keep: Sequence[int]) -> Tensor:
-        """The always-kept keys and the first stage's ahead of all others, which follow by the guarded score."""
+        """Return priorities: always-kept keys and the first stage's first, then all others by the guarded score."""
         free = pooled.isfinite()
         mass = pooled.masked_fill(~free, 0.0)
         falling = mass.sort(-1, descending=True).values.double().cumsum(-1)

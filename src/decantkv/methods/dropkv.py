@@ -61,7 +61,7 @@ class DropKV(Method):
 
     @property
     def needs(self) -> frozenset[Need]:
-        """W_O where the shift is measured behind it, and the residual stream where that is the unit."""
+        """Return "W_O" if the shift is measured after the output projection, and "stream" if that is the unit."""
         behind: frozenset[Need] = frozenset({"W_O"}) if self.weigh in BEHIND_PROJECTION else frozenset()
         return behind | {"stream"} if self.weigh == "stream" else behind
 

@@ -20,14 +20,14 @@ _COPIES = 4  # of a block's queries are alive while it is turned
 
 @dataclass(frozen=True)
 class ExpectedAttention(Method):
-    """Keep the tokens to which coming queries are expected to attend, times ‖v‖; asks no question of the prompt.
+    """Keep the tokens to which future queries are expected to attend, times ‖v‖; the prompt's end is not special.
 
-    The prompt's queries, freed of RoPE and without the first tokens', give a mean and a covariance; both are turned by
-    the average rotation of the next `future` positions, and a normal distribution's expected exponential follows.
+    Mean and covariance of the prompt's queries are taken before RoPE and without the first tokens. Both are rotated by
+    the average rotation of the next `future` positions. The score is the expected exponential of a normal distribution.
 
     Attributes:
-        future: positions ahead over which the rotation is averaged; 0 takes the queries as the attention used them,
-            RoPE included, for models whose rotation cannot be had.
+        future: number of next positions over which the rotation is averaged; 0 takes the queries after RoPE, for models
+            whose rotation cannot be read.
         covariance: include the second-order term.
         v_norm: weigh by ‖v‖.
     """

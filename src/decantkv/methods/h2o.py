@@ -15,9 +15,10 @@ from decantkv.scoring.window import AttentionWindow
 
 @dataclass(frozen=True)
 class H2O(Method):
-    """Keep the heavy hitters, to which all of the prompt's queries together attend most, and the recent tokens.
+    """Keep the tokens to which all queries of the prompt attend most (heavy hitters), and the recent tokens.
 
-    Acts once, after the prompt; the original also evicts while decoding. Costs as much as the prefill's attention.
+    It evicts once, after the prompt; the original also evicts while decoding. It costs as much as the prompt's
+    attention.
 
     Attributes:
         recent: share of the budget that goes to the last tokens; the authors split it evenly.
@@ -47,7 +48,7 @@ class H2O(Method):
         return streams.column_mass(win, self._expect_need(win, "queries"), impl=impl)
 
     def tail(self, n_keep: int, fixed: int) -> int:
-        """The recent share of the budget, as far as it is not fixed already."""
+        """Return the tokens of the recent share of the budget that are not always kept already."""
         return int((n_keep - fixed) * self.recent)
 
     @property

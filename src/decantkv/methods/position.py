@@ -49,18 +49,18 @@ class Streaming(Sliding):
 
     @property
     def needs(self) -> frozenset[Need]:
-        """The model's rotation where positions change."""
+        """Return "rotate" if kept tokens change positions."""
         return frozenset({"rotate"}) if self.renumber else frozenset()
 
     @property
     def renumbers(self) -> bool:
-        """The original's way."""
+        """Return whether kept tokens get consecutive positions, as in the original."""
         return self.renumber
 
 
 @dataclass(frozen=True)
 class Recent(Sliding):
-    """Control: the most recent tokens under the protection that the compared methods enjoy."""
+    """Control: the most recent tokens, with the same protected window as the compared methods."""
 
     name: ClassVar[str] = "recent"
     kind: ClassVar[Kind] = "control"
@@ -72,10 +72,10 @@ class Recent(Sliding):
 
 @dataclass(frozen=True)
 class Random(Method):
-    """Control: tokens at random, a choice of its own per layer, head and batch row, the same for the same seed.
+    """Control: random tokens, drawn anew per layer, head and batch row; the same seed gives the same choice.
 
     Attributes:
-        seed: of the choice; runs with one seed agree whatever the device.
+        seed: of the draw, which is the same on every device.
     """
 
     name: ClassVar[str] = "random"

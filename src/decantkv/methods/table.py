@@ -1,4 +1,4 @@
-"""The methods as a table: what `decantkv methods` prints."""
+"""The table of methods that `decantkv methods` prints."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Row:
 
 
 def table() -> list[Row]:
-    """A row per registered method, in the registry's order."""
+    """Return one row per registered method, in the registry's order."""
     return [_row(cls()) for cls in known_methods().values()]
 
 

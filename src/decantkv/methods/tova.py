@@ -15,7 +15,7 @@ from decantkv.scoring.window import AttentionWindow
 
 @dataclass(frozen=True)
 class TOVA(Method):
-    """Keep the tokens to which the last query attends most on average over all heads: one set for all of them."""
+    """Keep the tokens to which the last query attends most, on average over all heads: one set for all heads."""
 
     name: ClassVar[str] = "tova"
     kind: ClassVar[Kind] = "heuristic"
