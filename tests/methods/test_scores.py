@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,15 +14,17 @@ from decantkv.methods import (
     TOVA,
     AnDPro,
     AnDProChunks,
+    Compactor,
     CriticalKV,
     DefensiveKV,
     DropKV,
     ExpectedAttention,
     KeyDiff,
     KNorm,
+    ReSTKV,
     SnapKV,
 )
-from decantkv.scoring import tiled
+from decantkv.scoring import reference, tiled
 
 from .shapes import SHAPES, Shape, example, heads_of, real_scores, rows_of, values_of
 
@@ -262,12 +265,40 @@ def turn(x, positions, base=100.0):
     return torch.cat([z.real, z.imag], -1).to(x.dtype)
 
 
+@shapes
+@pytest.mark.parametrize("way", ["reference", "torch", "torch, once"])
+def test_restkv_averages_what_the_layer_would_lose(shape, way):
+    win = example(shape)
+
+    def wanted(b, head):
+        v = values_of(win, b, head)
+        total = torch.zeros(len(v), dtype=torch.float64)
+        rows = rows_of(win, b, head)
+        for member in range(shape.group):
+            w_o, average = win.output_projection[head * shape.group + member].double(), None
+            for p, _ in rows[member * shape.window : (member + 1) * shape.window]:
+                cost = torch.zeros(len(v), dtype=torch.float64)
+                for j in range(len(v)):
+                    left = p.clone()
+                    left[j] = 0
+                    kept = left / left.sum() if left.sum() > 0 else left
+                    cost[j] = ((p @ v - kept @ v) @ w_o).norm()
+                average = cost if average is None else 0.3 * cost + 0.7 * average
+            total += average / shape.group
+        return total
+
+    given = win
+    if way == "torch, once":
+        out = [torch.stack([a for h in range(shape.heads) for _, a in rows_of(win, b, h)]) for b in range(shape.batch)]
+        lse = reference.logits(win, torch.float64).logsumexp(-1).view(win.q.shape[:3])
+        given = replace(win, out=torch.stack(out).view(*win.q.shape[:3], -1), lse=lse)
+    expect(win, ReSTKV(window=shape.window).score(given, impl=way.split(",")[0]), wanted)
+
+
 @pytest.mark.parametrize("block", [512, 6], ids=["whole", "in blocks"])
 @pytest.mark.parametrize("future", [0, 5])
 @shapes
 def test_expected_attention(shape, future, block, monkeypatch):
-    from dataclasses import replace
-
     from decantkv.methods import expected
 
     monkeypatch.setattr(expected, "_BLOCK", block)
@@ -295,6 +326,45 @@ def test_expected_attention(shape, future, block, monkeypatch):
         return mass * v.norm(dim=-1)
 
     expect(win, method.score(win), wanted, rtol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [Shape(), Shape(group=2, kv_len=63, lengths=(63, 40))], ids=str)
+def test_compactor_adds_outliers_to_local_attention(shape):
+    win = replace(example(shape), rotate=turn, layer_idx=1)
+    method = Compactor(window=4, sinks=3, sketch=5, chunk=7)
+    sketch = torch.randn(shape.heads, shape.head_dim, 5, generator=torch.Generator().manual_seed(1)).double() / 5**0.5
+    for b in range(shape.batch):
+        leverage, local, n = [], [], len(values_of(win, b, 0))
+        inner = range(3, n - 4)
+        for h in range(shape.heads):
+            k, v = win.k[b, h, -n:].double(), values_of(win, b, h)
+            x = torch.stack([turn(k[None, None, j : j + 1], torch.tensor([-j]))[0, 0, 0] for j in inner])
+            x = (x - x.mean(0)) @ sketch[h]
+            gram = sum(torch.outer(r, r) for r in x) + 1e-2 * torch.eye(5, dtype=torch.float64)
+            leverage.append([float(r @ torch.linalg.solve(gram, r)) for r in x])
+            mass = torch.zeros(n, dtype=torch.float64)
+            for member in range(shape.group):
+                q = win.queries[b, h * shape.group + member, -n:].double()
+                for i in inner:
+                    near = [j for j in inner if (j - 3) // 7 == (i - 3) // 7]
+                    mass[near] += torch.softmax(win.scale * (k[near] @ q[i]), 0) / shape.group
+            s = [float(mass[j] * v[j].norm()) for j in inner]
+            local.append([sum(s[max(0, i - 1) : i + 2]) / 3 for i in range(len(s))])
+        z = [(t - t.mean()) / t.std() for t in (torch.tensor(local).double(), torch.tensor(leverage).double())]
+        got = method.base_score(win)[b, :, win.kv_len - n + 3 : -4].double()
+        torch.testing.assert_close(got, z[0], rtol=1e-4, atol=1e-5)
+        ranked = method.rank(method.base_score(win), win, [n // 4] * shape.batch)[b, :, win.kv_len - n + 3 : -4]
+        torch.testing.assert_close(ranked.double(), z[0] + (1 - (n // 4) / n) * z[1], rtol=1e-4, atol=1e-4)
+    whole = method.score(win)
+    torch.testing.assert_close(whole, method.base_score(win) + method.leverage(win))
+
+
+def test_compactor_draws_nothing_from_torchs_random_numbers():
+    win = replace(example(Shape()), rotate=turn)
+    before = torch.get_rng_state()
+    assert torch.equal(Compactor().score(win), Compactor().score(win))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not torch.equal(Compactor().score(win), Compactor(seed=1).score(win))
 
 
 def test_where_every_value_is_the_output_losing_a_token_costs_nothing_yet_andpro_prizes_it():

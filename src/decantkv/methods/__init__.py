@@ -12,6 +12,7 @@ from decantkv.base.plugins import plugins
 from decantkv.methods.andpro import AnDPro, AnDProChunks
 from decantkv.methods.base import Method
 from decantkv.methods.caote import CAOTE
+from decantkv.methods.compactor import Compactor
 from decantkv.methods.critical import CriticalKV
 from decantkv.methods.defensive import DefensiveKV
 from decantkv.methods.dropkv import AdaDropKV, DropKV
@@ -20,6 +21,7 @@ from decantkv.methods.h2o import H2O
 from decantkv.methods.keydiff import KeyDiff
 from decantkv.methods.knorm import KNorm
 from decantkv.methods.position import Random, Recent, Sliding, Streaming
+from decantkv.methods.restkv import ReSTKV
 from decantkv.methods.snapkv import AdaKV, PyramidKV, SnapKV
 from decantkv.methods.tova import TOVA
 
@@ -34,7 +36,9 @@ _REGISTERED: tuple[type[Method], ...] = (
     AnDPro,
     AnDProChunks,
     DefensiveKV,
+    ReSTKV,
     ExpectedAttention,
+    Compactor,
     H2O,
     TOVA,
     KNorm,
@@ -57,6 +61,7 @@ __all__ = [
     "AdaKV",
     "AnDPro",
     "AnDProChunks",
+    "Compactor",
     "CriticalKV",
     "DefensiveKV",
     "DropKV",
@@ -66,6 +71,7 @@ __all__ = [
     "Method",
     "PyramidKV",
     "Random",
+    "ReSTKV",
     "Recent",
     "Sliding",
     "SnapKV",

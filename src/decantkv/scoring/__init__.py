@@ -62,8 +62,9 @@ def _triton_unsupported(
         return "the package triton is not installed (pip install decantkv[triton])"
     pooled = options.get("row_pool", "none") != "none" and options.get("kernel_size", 1) > 1
     reason: str | None = _module("triton").unsupported(
-        win, quantity=quantity, reduce=reduce, weigh=options.get("weigh", "value"), pooled=pooled
-    )
+        win, quantity=quantity, reduce=reduce, weigh=options.get("weigh", "value"), pooled=pooled,
+        power=options.get("power", 2),
+    )  # fmt: skip
     return reason
 
 

@@ -70,14 +70,14 @@ def softmax(win: AttentionWindow) -> Softmax:
     return Softmax(p, odds, a, top, p_top, a_rest, seen)
 
 
-def perturbation(win: AttentionWindow, *, reduce: str = "sum", weigh: str = "value") -> Tensor:
+def perturbation(win: AttentionWindow, *, reduce: str = "sum", weigh: str = "value", power: int = 2) -> Tensor:
     """DropKV's cost s_j = (1/g) Σ_i [ p_ij/(1−p_ij) · ‖a_i − v_j‖ ]² (the paper's Lemma 1 and §3.3).
 
     `reduce="max"` takes the largest row instead of the sum over the window and the mean over the group.
     `weigh` names the unit of a row's shift Δ = p/(1−p)·(a − v): "value" is ‖Δ‖², "output" ‖W_O Δ‖² behind each query
     head's own slice of W_O; "head" divides ‖Δ‖² by ‖a‖²; "block" divides ‖W_O Δ‖² by ‖Σ W_O a‖² over all query heads
     of the position, without a bias; "stream" divides it by the window's `stream_norm`. A row whose divisor is 0 costs
-    nothing.
+    nothing. `power=1` sums shifts, not their squares, in the units "value" and "output".
 
     Returns:
         [B, H, N] in the precision of the computation.
@@ -92,7 +92,7 @@ def perturbation(win: AttentionWindow, *, reduce: str = "sum", weigh: str = "val
     distance = torch.cdist(a, v, compute_mode="donot_use_mm_for_euclid_dist")
     # Lemma 1 in its other form, p·‖a₋ⱼ − v_j‖, for the one key whose odds may be huge.
     cost_top = rows.p_top * torch.linalg.vector_norm(rest_top, dim=-1, keepdim=True)
-    return reduce_rows((rows.odds * distance).scatter(-1, rows.top, cost_top).square(), reduce, factor)
+    return reduce_rows((rows.odds * distance).scatter(-1, rows.top, cost_top).pow(power), reduce, factor)
 
 
 def attention_mass(

@@ -40,12 +40,12 @@ class Denominators(NamedTuple):
     z: Tensor
 
 
-def perturbation(win: AttentionWindow, *, reduce: str = "sum", weigh: str = "value") -> Tensor:
+def perturbation(win: AttentionWindow, *, reduce: str = "sum", weigh: str = "value", power: int = 2) -> Tensor:
     """DropKV's cost; the formula and the result are `reference.perturbation`'s, as [B, H, N] float32."""
     metric = _output_metric(win) if weigh in BEHIND_PROJECTION else None
     centre = _centre(win)
     if win.out is not None and win.lse is not None:
-        return _perturbation_once(win, win.out, win.lse, reduce, weigh, metric, centre)
+        return _perturbation_once(win, win.out, win.lse, reduce, weigh, metric, centre, power)
     state = _fold(win, centre)
     v_top = _values_at(win, state.top) - centre
     a_rest = _rest_output(state.acc_rest, state.l_rest, centre)
@@ -60,12 +60,20 @@ def perturbation(win: AttentionWindow, *, reduce: str = "sum", weigh: str = "val
         cross = _times(a if metric is None else a @ metric, v.mT)
         distance = a_norm[..., None] + _squared_norm(v, metric)[..., None, :] - 2 * cross
         cost = _odds(s, state).square_().mul_(distance.clamp_min_(0))
-        scores[:, :, start:stop] = _reduce(_put(cost, start, state.top, cost_top), reduce, factor)
+        cost = _put(cost, start, state.top, cost_top)
+        scores[:, :, start:stop] = _reduce(cost if power == 2 else cost.sqrt_(), reduce, factor)
     return _flush_tiny(scores)
 
 
 def _perturbation_once(
-    win: AttentionWindow, out: Tensor, lse: Tensor, reduce: str, weigh: str, metric: Tensor | None, centre: Tensor
+    win: AttentionWindow,
+    out: Tensor,
+    lse: Tensor,
+    reduce: str,
+    weigh: str,
+    metric: Tensor | None,
+    centre: Tensor,
+    power: int,
 ) -> Tensor:
     """The same in one pass over the keys; as exact as `out`, but for dominant keys (p > ½), which need none of it."""
     a, lse = _grouped(win, out), _grouped(win, lse)
@@ -86,9 +94,11 @@ def _perturbation_once(
         v = _values(win, start, stop, centre)
         l_rest, acc_rest = l_rest + p.sum(-1), acc_rest + _times(p, v)
         distance = a_norm[..., None] + _squared_norm(v, metric)[..., None, :] - 2 * _times(times_v, v.mT)
-        scores[:, :, start:stop] = _reduce(p.div_(1 - p).square_().mul_(distance.clamp_min_(0)), reduce, factor)
+        cost = p.div_(1 - p).square_().mul_(distance.clamp_min_(0))
+        scores[:, :, start:stop] = _reduce(cost if power == 2 else cost.sqrt_(), reduce, factor)
     rest_top = _rest_output(acc_rest, l_rest, centre) - (_values_at(win, top) - centre)
     cost_top = p_top.square() * _squared_norm(rest_top, metric).clamp_min(0)
+    cost_top = cost_top if power == 2 else cost_top.sqrt()
     length = _tile_length(win)
     for start in range(0, win.kv_len, length):
         here = scores[:, :, start : start + length]

@@ -17,7 +17,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MANY_ROWS = 256  # window positions from which on keys are held and rows pass
 
 
-def perturbation(win: AttentionWindow, *, reduce: str = "sum", weigh: str = "value") -> Tensor:
+def perturbation(win: AttentionWindow, *, reduce: str = "sum", weigh: str = "value", power: int = 2) -> Tensor:
     """DropKV's cost; the formula and the result are `reference.perturbation`'s, as [B, H, N] float32."""
     if by_columns(win, weigh):
         return _column_costs(win, reduce, weigh)
@@ -47,7 +47,13 @@ def chunk_alignment(
 
 
 def unsupported(
-    win: AttentionWindow, *, quantity: str, reduce: str = "sum", weigh: str = "value", pooled: bool = False
+    win: AttentionWindow,
+    *,
+    quantity: str,
+    reduce: str = "sum",
+    weigh: str = "value",
+    pooled: bool = False,
+    power: int = 2,
 ) -> str | None:
     """Why the kernels cannot take this input, or None when they can."""
     if quantity not in kernels.QUANTITIES:
@@ -64,6 +70,8 @@ def unsupported(
         return f"head_dim {max(win.k.shape[3], win.v.shape[3])} is above {kernels.MAX_DIM}"
     if win.k.stride(3) != 1 or win.v.stride(3) != 1:
         return "the last dimension of k or v is not contiguous"
+    if power != 2:
+        return "no kernel sums shifts that are not squared"
     if weigh in BEHIND_PROJECTION and win.output_projection is None:
         return "there is no output_projection to weigh by; pass W_O as [HQ, Dv, E]"
     if weigh == "stream" and win.stream_norm is None:
