@@ -35,6 +35,21 @@ def test_phi_3_mini_at_128k_is_48_gib():
     assert (made.batch_full, made.batch_kept) == (1, 24)
 
 
+@pytest.mark.parametrize(
+    ("budget", "note"), [("5%", None), (8, "fill the budget"), ("0.5%", "exceed the budget's share")]
+)
+def test_budgets_that_leave_scores_no_say_are_noted(capsys, tmp_path, budget, note):
+    made = plan(LlamaConfig(**LLAMA_8B), length=200, budget=budget)
+    assert (note is None) == (made.note is None)
+    LlamaConfig(**LLAMA_8B).save_pretrained(tmp_path)
+    with pytest.raises(SystemExit) as left:
+        main(["plan", "--model", str(tmp_path), "--length", "200", "--budget", str(budget)])
+    assert left.value.code == 0
+    shown = capsys.readouterr().out
+    assert ("note:" in shown) == (note is not None)
+    assert note is None or note in shown
+
+
 def test_the_8b_geometry():
     made = plan(LlamaConfig(**LLAMA_8B), length=131072, budget=0.05, new_tokens=100, dtype=torch.bfloat16)
     assert made.weights == 8_030_261_248 * 2

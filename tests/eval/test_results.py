@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import math
 import os
 import signal
 import subprocess
@@ -305,3 +306,11 @@ def test_a_header_that_a_killed_run_left_torn_is_written_anew(tmp_path):
     path.write_text('{"kind": "ru')
     assert theory.open_rows(path, header) == set()
     assert json.loads(path.read_text()) == header
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_rows_hold_no_number_that_json_has_not(tmp_path, number):
+    file = tmp_path / "rows.jsonl"
+    with pytest.raises(ValueError, match="results: expected finite numbers in every row, got"):
+        json_lines.append(file, [{"row": "answer", "scores": [{"nll": number}]}])
+    assert not file.exists()

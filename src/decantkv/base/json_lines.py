@@ -154,8 +154,16 @@ def parse(line: bytes, file: Path, number: int) -> Row:
 
 
 def line_of(row: Mapping[str, Any], **options: Any) -> bytes:
-    """Return a row as a line of text; `options` are those of `json.dumps`."""
-    return (json.dumps(row, **options) + "\n").encode("utf-8", "backslashreplace")  # half a surrogate as JSON writes it
+    """Return a row as a line of text; `options` are those of `json.dumps`.
+
+    Raises:
+        ValueError: a number that JSON has not: NaN or an infinity, which no table could average.
+    """
+    try:
+        text = json.dumps(row, allow_nan=False, **options)
+    except ValueError as error:
+        raise ValueError(f"results: expected finite numbers in every row, got {_start(repr(row).encode())}") from error
+    return (text + "\n").encode("utf-8", "backslashreplace")  # half a surrogate as JSON writes it
 
 
 def is_torn(line: bytes) -> bool:

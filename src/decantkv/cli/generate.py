@@ -28,7 +28,7 @@ def generate(
     prompt_file: Annotated[Path, typer.Option(help="UTF-8 text to read; - for standard input.")],
     question: Annotated[str, typer.Option(help="Asked after the text, inside the same prompt.")] = "",
     method: Annotated[str, typer.Option(help="A method, or method:preset; see `decantkv methods`.")] = "dropkv",
-    budget: Annotated[str, typer.Option(help="What is kept: a fraction like 0.05, or a number of tokens.")] = "0.05",
+    budget: Annotated[str, typer.Option(help="What is kept: a share like 5% or 0.05, or a number of tokens.")] = "0.05",
     allocation: Annotated[
         str | None,
         typer.Option(

@@ -30,6 +30,7 @@ class Plan:
         bytes_peak: what one prompt adds at most while it is read: what is kept of all layers, and one layer in full.
         weights: bytes of the model's weights.
         memory: bytes of the GPU, or None.
+        note: what the reader should know of the budget, or None.
         batch_full, batch_kept: prompts whose answers fit beside the weights, if the GPU is known.
     """
 
@@ -44,6 +45,7 @@ class Plan:
     memory: int | None
     batch_full: int | None
     batch_kept: int | None
+    note: str | None = None
 
     def to_json(self) -> str:
         """One JSON object."""
@@ -79,7 +81,8 @@ def plan(
     own = getattr(text, "dtype", None)
     kind = dtype if dtype is not None else own if isinstance(own, torch.dtype) else torch.bfloat16
     parsed = Budget.parse(budget)
-    n_keep = parsed.n_keep(length, count(fixed_spans(length, window=window, sinks=0, protect=())))
+    fixed = count(fixed_spans(length, window=window, sinks=0, protect=()))
+    n_keep = parsed.n_keep(length, fixed)
     full, kept, one = 0, 0, 0
     cache_layers = DynamicCache(config=text).layers or [DynamicLayer() for _ in range(text.num_hidden_layers)]
     evicting = 0
@@ -111,6 +114,7 @@ def plan(
         batch_full=None if room is None else room // full,
         # prompts are read one after the other and their caches joined, so that one layer in full is enough
         batch_kept=None if room is None else max(0, room - one) // kept,
+        note=parsed.starved(length, fixed),
     )
 
 

@@ -17,7 +17,7 @@ def plan(
         str, typer.Option(help="A model id, a model folder, a config.json or a .gguf file; no weights are read.")
     ],
     length: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")],
-    budget: Annotated[str, typer.Option(help="What is kept: a fraction like 0.05, or a number of tokens.")] = "0.05",
+    budget: Annotated[str, typer.Option(help="What is kept: a share like 5% or 0.05, or a number of tokens.")] = "0.05",
     new_tokens: Annotated[int, typer.Option(min=0, help="Tokens of an answer.")] = 0,
     gpu: Annotated[str, typer.Option(help="h200, h100, a100, l40s, ... or a number of GB.")] = "",
     dtype: Annotated[str, typer.Option(help="Of weights and cache, such as bfloat16; default: the model's.")] = "",
@@ -59,6 +59,8 @@ def plan(
                       f"{made.batch_kept:,}")  # fmt: skip
     console = Console()
     console.print(table)
+    if made.note is not None:
+        console.print(f"note: {made.note}", highlight=False)
     console.print(f"weights {gib(made.weights)}; {made.evicting} of {made.layers} layers are evicted; a tenth of the "
                   "GPU is left free", highlight=False)  # fmt: skip
 

@@ -102,6 +102,14 @@ class Budget:
         """Return whether the `fixed` tokens, and not the share, decide `n_keep`."""
         return self.share is not None and math.floor(self.share * length) < min(length, max(fixed, 1))
 
+    def starved(self, length: int, fixed: int) -> str | None:
+        """Why scores have no say in what is kept of `length` tokens, `fixed` of them always; None where they have."""
+        if fixed >= length or self.n_keep(length, fixed) > fixed:
+            return None
+        if self.raised(length, fixed):
+            return "protected tokens alone exceed the budget's share, so more is kept than asked for"
+        return "protected tokens alone fill the budget: no score has a say in what is kept"
+
 
 def fixed_spans(length: int, *, window: int, sinks: int, protect: tuple[Span, ...]) -> tuple[Span, ...]:
     """Return the always-kept positions of a prompt of `length` tokens, as disjoint ascending spans.

@@ -17,7 +17,7 @@ def show(
     prompt_file: Annotated[Path, typer.Option(help="UTF-8 text to read; - for standard input.")],
     question: Annotated[str, typer.Option(help="Asked after the text, inside the same prompt.")] = "",
     method: Annotated[list[str] | None, typer.Option(help="A method, or method:preset; repeat to compare.")] = None,
-    budget: Annotated[str, typer.Option(help="What is kept: a fraction like 0.05, or a number of tokens.")] = "0.05",
+    budget: Annotated[str, typer.Option(help="What is kept: a share like 5% or 0.05, or a number of tokens.")] = "0.05",
     allocation: Annotated[str | None, typer.Option(help="How the budget is spread; default: the method's own.")] = None,
     sinks: Annotated[int | None, typer.Option(help="First tokens always kept; default: the method's own.")] = None,
     protect: Annotated[list[str] | None, typer.Option(help="A span always kept, START:STOP; repeatable.")] = None,

@@ -19,7 +19,7 @@ def verify(
     question: Annotated[str, typer.Option(help="Asked after the text, inside the same prompt.")] = "",
     tokens: Annotated[int, typer.Option(min=0, help="Cut the text so that the prompt has this many; 0: all.")] = 0,
     method: Annotated[str, typer.Option(help="dropkv, or dropkv:preset.")] = "dropkv",
-    budget: Annotated[str, typer.Option(help="What is kept: a fraction like 0.05, or a number of tokens.")] = "0.05",
+    budget: Annotated[str, typer.Option(help="What is kept: a share like 5% or 0.05, or a number of tokens.")] = "0.05",
     pools: Annotated[
         str, typer.Option(help="Sizes of the lowest-attention pools whose cone is solved.")
     ] = "16,256,4096",
