@@ -105,9 +105,9 @@ def test_a_callers_offloading_cache(monkeypatch, attention):
         monkeypatch.setattr(torch, "Stream", Stream)
         monkeypatch.setattr(torch.cuda, "default_stream", lambda *device: Stream())
     model = tiny.llama(attention=attention)
-    offload = decantkv.cache.evicting_cache.PromptLayer.offload
+    offload = decantkv.cache.evicting_cache.EvictingLayer.offload
     monkeypatch.setattr(
-        decantkv.cache.evicting_cache.PromptLayer,
+        decantkv.cache.evicting_cache.EvictingLayer,
         "offload",
         lambda layer: (moved.append(layer.layer_idx), offload(layer)),
     )

@@ -10,8 +10,8 @@ from transformers import DynamicCache
 
 import decantkv
 from decantkv.cache.evicting_cache import cache_argument, deferred
-from decantkv.cache.evicting_layer import EvictingLayer
-from decantkv.cache.stores.dense import SlackStore
+from decantkv.cache.layer import EvictingLayer
+from decantkv.cache.stores.dense import DenseStore
 from decantkv.cache.watching import ObservingCache
 from tests.support import tiny
 from tests.support.families import at_least, build
@@ -337,7 +337,7 @@ def test_rounds_after_a_short_prompt_keep_what_is_protected(length, more, decode
     model, options = tiny.llama(), {"budget": 0.5, "window": 4, "sinks": 2, "every": 3, "decode": decode, **more}
     _, _, cache = answers(model, {"input_ids": tiny.prompt(length)}, 12, **options)
     for layer in cache.layers:
-        kept = layer.kept.mask(layer.renewed)
+        kept = layer.kept.mask(layer.answer.renewed)
         assert kept[..., :2].all()
         assert kept[..., -4:].all()
         assert kept[..., 3:5].all() or "protect" not in more
@@ -406,13 +406,13 @@ def test_what_does_not_go_together_is_refused_at_the_call(options, message):
 
 def test_chunks_are_put_together_in_a_buffer_that_doubles(monkeypatch):
     """Not copied once more for every chunk: many chunks cost less than two copies of the prompt."""
-    copied, move = [], SlackStore._moved
-    monkeypatch.setattr(SlackStore, "_moved", lambda self, x, slots: copied.append(self.length) or move(self, x, slots))
+    copied, move = [], DenseStore._moved
+    monkeypatch.setattr(DenseStore, "_moved", lambda self, x, slots: copied.append(self.length) or move(self, x, slots))
     model, ids = tiny.llama(), tiny.prompt(960)
     cache = decantkv.EvictingCache(model, budget=0.2)
     in_chunks(model, cache, {"input_ids": ids}, 24)
     assert sum(copied) < 2 * 960 * 2 * len(cache.layers)  # keys and values; chunk by chunk it would be 19 prompts
-    assert all(layer.chunks is None for layer in cache.layers)
+    assert not any(layer.reading for layer in cache.layers)
     assert cache.nbytes() == 3 * 2 * 2 * 192 * 8 * 4  # layers, K and V, heads, kept, head_dim, bytes
 
 

@@ -11,7 +11,7 @@ import decantkv
 from decantkv.cache import layer
 from decantkv.cache.evicting_cache import cache_argument
 from decantkv.cache.stores import ragged
-from decantkv.cache.stores.dense import ROOM, SlackStore
+from decantkv.cache.stores.dense import ROOM, DenseStore
 from tests.support import tiny
 from tests.support.judge import evicted_and_judged, logits_with
 
@@ -23,7 +23,7 @@ def tokens(number, batch=2):
 def test_a_store_is_the_concatenation_of_what_it_was_given():
     torch.manual_seed(0)
     parts = [tokens(n) for n in (5, 1, 1, ROOM - 2, 1, 3 * ROOM, 1)]
-    store = SlackStore(*parts[0])
+    store = DenseStore(*parts[0])
     for i, part in enumerate(parts[1:], start=2):
         keys, values = store.update(*part)
         assert torch.equal(keys, torch.cat([k for k, _ in parts[:i]], 2))
@@ -31,13 +31,13 @@ def test_a_store_is_the_concatenation_of_what_it_was_given():
     store.crop(7)
     assert torch.equal(store.keys, torch.cat([k for k, _ in parts], 2)[:, :, :-7])
     whole = store.keys.clone()
-    store.each(lambda x: x.flip(0))
+    store.select_rows(torch.tensor([1, 0]))
     assert torch.equal(store.keys, whole.flip(0))
     assert store.capacity == store.length
 
 
 def test_slack_is_taken_at_the_first_new_token_and_then_not_again():
-    store = SlackStore(*tokens(5))
+    store = DenseStore(*tokens(5))
     assert store.capacity == 5
     store.update(*tokens(1))
     assert store.capacity == 5 + ROOM
@@ -47,7 +47,7 @@ def test_slack_is_taken_at_the_first_new_token_and_then_not_again():
     assert [x.data_ptr() for x in store.buffers()] == place
     store.update(*tokens(1))
     assert store.capacity == 5 + 2 * ROOM
-    announced = SlackStore(*tokens(5))
+    announced = DenseStore(*tokens(5))
     announced.update(*tokens(1), reserve=299)
     assert announced.capacity == 305
 
@@ -55,7 +55,7 @@ def test_slack_is_taken_at_the_first_new_token_and_then_not_again():
 @pytest.fixture
 def growths(monkeypatch):
     """What stores grew to, as they do: tokens they held, and slots."""
-    found, make_room, grow = [], SlackStore.make_room, ragged.RaggedStore._grow
+    found, make_room, grow = [], DenseStore.make_room, ragged.RaggedStore._grow
 
     def watched(store, new, reserve):
         before = store.capacity
@@ -67,7 +67,7 @@ def growths(monkeypatch):
         grow(lanes, room)
         found.append((int(lanes.lens[0]), int(lanes.lens[0]) + room))
 
-    monkeypatch.setattr(SlackStore, "make_room", watched)
+    monkeypatch.setattr(DenseStore, "make_room", watched)
     monkeypatch.setattr(ragged.RaggedStore, "_grow", widened)
     return found
 

@@ -12,6 +12,7 @@ from transformers import DynamicCache
 
 import decantkv
 from decantkv.cache.evicting_cache import EvictingLayer, cache_argument
+from decantkv.cache.phases import Reading
 from decantkv.cache.report import storage_bytes
 from decantkv.hf import attention_hook
 from tests.support import tiny
@@ -179,7 +180,7 @@ def test_one_full_layer_is_alive_during_prefill(monkeypatch, attention):
         full.append(weakref.ref(keys.untyped_storage()))
         return update(self, keys, values, *args, **kwargs)
 
-    keep = EvictingLayer.keep
+    keep = EvictingLayer._decide
 
     def counted(self, *args):
         most.append(sum(ref() is not None for ref in full))
@@ -187,7 +188,7 @@ def test_one_full_layer_is_alive_during_prefill(monkeypatch, attention):
         keep(self, *args)
 
     monkeypatch.setattr(EvictingLayer, "update", watched)
-    monkeypatch.setattr(EvictingLayer, "keep", counted)
+    monkeypatch.setattr(EvictingLayer, "_decide", counted)
     cache = decantkv.EvictingCache(model, budget=0.05)
     logits_with(model, cache, {"input_ids": tiny.prompt(400)}, [])
     assert most == [1] * 6
@@ -199,9 +200,8 @@ def test_a_view_of_a_larger_storage_is_not_kept_alive():
     model = tiny.llama()
     cache = decantkv.EvictingCache(model, budget=1.0)
     layer = cache.layers[0]
-    layer.prompt = (torch.zeros(1, 3, 50, 8)[:, :1], torch.zeros(1, 3, 50, 8)[:, 1:2])
-    layer.store_all()
-    assert storage_bytes(layer.store_tensors()) == 2 * 50 * 8 * 4
+    layer.hold_all(Reading(torch.zeros(1, 3, 50, 8)[:, :1], torch.zeros(1, 3, 50, 8)[:, 1:2], 50))
+    assert storage_bytes(layer.tensors()) == 2 * 50 * 8 * 4
 
 
 def test_a_failure_at_the_prompt_leaves_the_cache_empty_and_the_model_usable():

@@ -252,21 +252,21 @@ FORGERIES = {
     "bounds": lambda a, t: a["bounds"].update(every=-1),
     "unknown bound": lambda a, t: a["bounds"].update(often=1),
     "model": lambda a, t: a["model"].pop("weights"),
-    "no keys": lambda a, t: t.pop("0.keys"),
-    "no counts": lambda a, t: t.pop("1.counts"),
-    "positions": lambda a, t: t["0.indices"].add_(10**9),
-    "counts": lambda a, t: t["0.counts"].add_(1),
-    "values of another length": lambda a, t: t.update({"0.values": t["0.values"][..., 1:, :].contiguous()}),
+    "no keys": lambda a, t: t.pop("0.store.keys"),
+    "no counts": lambda a, t: t.pop("1.kept.counts"),
+    "positions": lambda a, t: t["0.kept.indices"].add_(10**9),
+    "counts": lambda a, t: t["0.kept.counts"].add_(1),
+    "values of another length": lambda a, t: t.update({"0.store.values": t["0.store.values"][..., 1:, :].contiguous()}),
     "rows": lambda a, t: a["layers"][0].update(rows=[1, 2, 3]),
     "format": lambda a, t: a.pop("format"),
     "unknown tensor": lambda a, t: t.update({"9.keys": torch.ones(1)}),
 }
 LANES = {
-    "overlap": lambda a, t: t["0.starts"].zero_(),
-    "before the storage": lambda a, t: t["0.starts"].sub_(1),
-    "batch of none": lambda a, t: t["0.numbers"][:1].zero_(),
-    "negative room": lambda a, t: t["0.numbers"][1:2].sub_(5),
-    "lens": lambda a, t: t["0.lens"].neg_(),
+    "overlap": lambda a, t: t["0.store.starts"].zero_(),
+    "before the storage": lambda a, t: t["0.store.starts"].sub_(1),
+    "batch of none": lambda a, t: t["0.store.numbers"][:1].zero_(),
+    "negative room": lambda a, t: t["0.store.numbers"][1:2].sub_(5),
+    "lens": lambda a, t: t["0.store.lens"].neg_(),
 }
 
 

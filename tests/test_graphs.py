@@ -13,7 +13,7 @@ import torch
 
 import decantkv
 from decantkv.cache.evicting_cache import EvictingCache, cache_argument
-from decantkv.cache.ragged_layer import RaggedLayer
+from decantkv.cache.layer import EvictingLayer
 from decantkv.cache.stores import ragged
 from decantkv.decode import graphs
 from tests.support import tiny
@@ -59,7 +59,7 @@ def test_a_caches_memory_goes_with_it_and_waits_for_no_collection(tape, settings
             for _ in range(3):
                 model.generate(**INPUTS["one"], max_new_tokens=STEPS, **tiny.GREEDY)
         assert len(tape) >= 3
-        assert not [x for x in gc.get_objects() if type(x) in (graphs.StepGraphs, graphs._Step, RaggedLayer)]
+        assert not [x for x in gc.get_objects() if type(x) in (graphs.StepGraphs, graphs._Step, EvictingLayer)]
     finally:
         gc.enable()
     assert run.trust.replayed

@@ -51,7 +51,7 @@ def test_fp8_is_eviction_and_then_quantisation():
 
 @fp8
 def test_larger_elements_than_the_prompts_are_clipped_not_nan():
-    from decantkv.cache.stores.inner import Fp8Store
+    from decantkv.cache.stores.fp8 import Fp8Store
 
     store = Fp8Store(torch.ones(1, 1, 3, 4), torch.ones(1, 1, 3, 4))
     keys, values = store.update(torch.full((1, 1, 1, 4), 50.0), torch.full((1, 1, 1, 4), -50.0))

@@ -200,4 +200,4 @@ def test_a_prompt_within_its_budget_leaves_no_output_behind():
     cache = decantkv.EvictingCache(model, budget=1.0, reuse_lse=True)
     with torch.no_grad():
         model(tiny.prompt(300), **{cache_argument(model): cache})
-    assert all(layer.hints is None for layer in cache.layers)
+    assert not any(layer.reading for layer in cache.layers)

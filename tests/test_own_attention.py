@@ -9,6 +9,7 @@ import torch
 import transformers
 
 import decantkv
+from decantkv.cache import own_attention
 from decantkv.cache.evicting_cache import cache_argument
 from decantkv.hf.chunked_attention import attend_chunk
 from decantkv.hf.masks import hide_filler
@@ -29,7 +30,7 @@ def test_own_attention_equals_the_judge(attention, settings):
         model, {"input_ids": tiny.prompt(150)}, STEPS, budget=0.1, **OWN, **settings
     )
     torch.testing.assert_close(evicted, judged, rtol=0, atol=1e-5)
-    assert all(layer.lanes is not None for layer in cache.layers)
+    assert all(layer.store.attends for layer in cache.layers)
 
 
 @pytest.mark.parametrize("budget", [0.1, 20, 1.0])
@@ -71,14 +72,17 @@ def test_chunks_that_the_layer_attends_to_itself(number):
 
 @pytest.mark.parametrize("bounds", [{}, CAP, {**CAP, "max_kv_tokens": 100}])
 @pytest.mark.parametrize("allocation", ["uniform", "ada"])
-def test_chunked_prompts(bounds, allocation):
-    model = tiny.llama()
+def test_chunked_prompts(monkeypatch, bounds, allocation):
+    model, attended, attend = tiny.llama(), [], own_attention.attend_chunk_with_lse
+    monkeypatch.setattr(
+        own_attention, "attend_chunk_with_lse", lambda *a, **k: attended.append(decode) or attend(*a, **k)
+    )
     inputs = tiny.left_padded([tiny.prompt(110, seed=1), tiny.prompt(62, seed=2), tiny.prompt(14, seed=3)])
     said = {}
     for decode in ("own", "model"):
         cache = decantkv.EvictingCache(model, budget=0.3, allocation=allocation, sinks=1, decode=decode, **bounds)
         _, first = in_chunks(model, cache, inputs, 24)
-        assert cache.layers[0].own_chunks == (decode == "own")
+        assert (decode in attended) == (decode == "own")
         second, _ = step(model, cache, inputs["attention_mask"])
         said[decode] = torch.stack([first, second])
         kept = [layer.kept.indices for layer in cache.layers]
@@ -106,7 +110,7 @@ def test_generate_says_how_many_tokens_will_come():
     with decantkv.attach(model, budget=0.3, **OWN):
         out = model.generate(tiny.prompt(100), max_new_tokens=300, return_dict_in_generate=True, **tiny.GREEDY)
     cache = out[cache_argument(model)]
-    assert cache.layers[0].lanes.keys.shape[0] == 2 * (30 + 300)
+    assert cache.layers[0].store.keys.shape[0] == 2 * (30 + 300)
 
 
 def test_models_whose_heads_share_a_latent_leave_it_to_the_model():

@@ -11,7 +11,8 @@ from transformers import DynamicCache
 
 import decantkv
 from decantkv.cache.evicting_cache import cache_argument
-from decantkv.cache.ragged_layer import LayerContest, RaggedLayer
+from decantkv.cache.layer import EvictingLayer
+from decantkv.cache.layer_contest import LayerContest
 from decantkv.cache.stores.ragged import ROOM
 from decantkv.selection.allocation import Ada
 from decantkv.selection.selector import order
@@ -170,26 +171,26 @@ def test_memory_is_really_freed(allocation):
     assert set(fresh) == set(held)
     wanted = sum(max(n * 5 // 100, 8) for n in (900, 700, 400, 180))
     width = 2 * 8 * 4  # keys and values of 8 float32
-    kv = sum(x.untyped_storage().nbytes() for layer in cache.layers for x in layer.store_tensors())
+    kv = sum(x.untyped_storage().nbytes() for layer in cache.layers for x in layer.store.buffers())
     assert kv == 3 * 2 * wanted * width
     assert cache.nbytes() - kv == 3 * 2 * 8 * 8  # starts and lengths: two int64 for each of 8 lanes, 3 layers
     seen = torch.cat([inputs["attention_mask"], torch.ones(4, 1, dtype=torch.long)], 1)
     with torch.no_grad():
         model(token, attention_mask=seen, **{name: cache})
-    kv = sum(x.untyped_storage().nbytes() for layer in cache.layers for x in layer.store_tensors())
+    kv = sum(x.untyped_storage().nbytes() for layer in cache.layers for x in layer.store.buffers())
     assert kv == 3 * 2 * (wanted + 4 * ROOM) * width
 
 
 @torch.no_grad()
 def test_the_contest_over_layers_never_holds_more_than_the_total_and_one_layer(monkeypatch):
     model, name, seen = tiny.llama(num_hidden_layers=5), cache_argument(tiny.llama()), []
-    keep = RaggedLayer.keep
+    keep = EvictingLayer._decide
 
     def watched(self, *args):
         keep(self, *args)
         seen.append(cache.nbytes())
 
-    monkeypatch.setattr(RaggedLayer, "keep", watched)
+    monkeypatch.setattr(EvictingLayer, "_decide", watched)
     cache = decantkv.EvictingCache(model, "dropkv", budget=0.1, allocation="layer")
     model(tiny.prompt(400), **{name: cache})
     final = cache.nbytes()
@@ -219,13 +220,11 @@ def test_heads_that_must_share_a_set_refuse_ragged_budgets():
 
 def test_layers_whose_tokens_differ_in_size_cannot_trade_them():
     model, contest = tiny.llama(), LayerContest()
-    layers = [layer for layer in decantkv.EvictingCache(model, budget=4, window=1, allocation="layer").layers[:2]]
-    for layer, width in zip(layers, (8, 16), strict=True):
-        layer.prompt = torch.randn(1, 2, 9, width), torch.randn(1, 2, 9, width)
+    layers = decantkv.EvictingCache(model, budget=4, window=1, allocation="layer").layers
     chosen = order(torch.rand(1, 2, 9), n_keep=4, window=1, allocation="layer")
-    contest.enter(layers[0], chosen)
+    contest.enter(layers[0], chosen, 16)
     with pytest.raises(ValueError, match=r"layers of equal head_dim under 'layer'.* got 32 after 16; use 'ada'"):
-        contest.enter(layers[1], chosen)
+        contest.enter(layers[1], chosen, 32)
 
 
 @pytest.mark.gpu
@@ -247,7 +246,7 @@ def test_on_a_gpu_the_allocators_figure_is_the_caches_own(allocation):
             gc.collect()
             if device == "cuda":
                 for layer in cache.layers:
-                    layer.kept = None  # indices, for reports; not keys and values
+                    layer.hold(layer.store, layer.answer, None)  # indices, for reports; not keys and values
                 held, blocks = cache.nbytes(), sum(len(layer.tensors()) + 1 for layer in cache.layers)  # + its record
                 assert 0 <= torch.cuda.memory_allocated() - before - held <= 512 * blocks
             seen = torch.cat([batch["attention_mask"], torch.ones(4, 1, dtype=torch.long, device=device)], 1)

@@ -41,7 +41,7 @@ def test_chunks_of_a_callers_cache_keep_what_one_piece_keeps(chunk, allocation):
     )
     assert torch.equal(parts, whole)
     assert [layer["seen"] for layer in cache.report().layers] == [[100]] * 3
-    assert not any(layer.deferred or layer.closing for layer in cache.layers)
+    assert all(layer.chunks == "none" for layer in cache.layers)
 
 
 def test_chunks_of_a_padded_batch():

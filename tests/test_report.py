@@ -85,7 +85,7 @@ def test_layers_that_do_not_evict_are_left_out(counted):
     evicting = sum(
         layer.tensors()[0].nbytes * 2
         for layer in cache.layers
-        if isinstance(layer, decantkv.cache.evicting_cache.PromptLayer)
+        if isinstance(layer, decantkv.cache.evicting_cache.EvictingLayer)
     )
     assert evicting <= report.memory.after <= evicting + 120 * 8 * 8
 

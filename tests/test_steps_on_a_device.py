@@ -13,7 +13,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import decantkv
 from decantkv.cache.evicting_cache import cache_argument
+from decantkv.cache.phases import KEPT_WHOLE
+from decantkv.cache.re_eviction import EvictedAnswer
 from decantkv.cache.stores import ragged
+from decantkv.selection.selector import Kept
 from tests.support import tiny
 from tests.support.families import at_least
 
@@ -53,13 +56,14 @@ def after_a_prompt(model, batch, every):
     for layer in cache.layers:
         flat = [torch.empty(lanes * 60, WIDTH, device="meta") for _ in range(2)]
         starts, lens = (torch.empty(lanes, dtype=torch.int64, device="meta") for _ in range(2))
-        layer.lanes = ragged.RaggedStore(*flat, starts, lens, batch=batch, room=20)
+        store = ragged.RaggedStore(*flat, starts, lens, batch=batch, room=20)
         number = torch.empty(lanes, dtype=torch.int32, device="meta")
-        layer.lanes._splits = Splits(number, number, starts, 64, 1, number)
-        layer.logical, layer.renewed, layer.unmasked, layer.outside = 100, 100, True, True
-        if every is not None:
-            layer.recent = [torch.empty(batch, 8, layer.rows, WIDTH, device="meta")]
-            layer.frame = torch.zeros(batch, 3)
+        store._splits = Splits(number, number, starts, 64, 1, number)
+        layer.logical, layer.unmasked, layer.postponed, rows = 100, True, True, layer.policy.rows
+        recent = torch.empty(batch, 8, rows, WIDTH, device="meta")
+        answer = KEPT_WHOLE if every is None else EvictedAnswer(torch.zeros(batch, 3), 100, recent, rows)
+        kept = Kept(*(torch.empty(shape, dtype=torch.int64, device="meta") for shape in ((batch, 2, 40), (batch, 2))))
+        layer.hold(store, answer, kept)
     return cache
 
 
@@ -79,7 +83,7 @@ def test_a_step_stays_on_the_device_and_needs_no_values(kernel, attention, every
     assert len(kernel.launches) == 3
     for _, args in kernel.launches:
         assert {x.device.type for x in args if isinstance(x, torch.Tensor)} == {"meta"}
-    assert [(layer.logical, layer.lanes.room, layer.lanes.appended) for layer in cache.layers] == [(101, 19, 1)] * 3
+    assert [(layer.logical, layer.store.room, layer.store.appended) for layer in cache.layers] == [(101, 19, 1)] * 3
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the package triton")

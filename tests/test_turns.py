@@ -62,16 +62,15 @@ def step(number: int, seed: int) -> list[Tensor]:
 
 def stored(cache) -> list:
     """What a head may see of every layer: its lanes' lengths, or slots and which of them are hidden."""
-    return [
-        layer.lanes.lens.tolist()
-        if getattr(layer, "lanes", None) is not None
-        else (
-            layer.keys.shape[2],
-            layer.get_seq_length(),
-            getattr(layer, "valid", None) is None or layer.valid.tolist(),
-        )
-        for layer in cache.layers
-    ]
+    found: list = []
+    for layer in cache.layers:
+        store = getattr(layer, "store", None)
+        if store is not None and store.attends:
+            found.append(store.lens.tolist())
+        else:
+            valid = getattr(store, "valid", None)
+            found.append((layer.keys.shape[2], layer.get_seq_length(), valid is None or valid.tolist()))
+    return found
 
 
 @pytest.mark.parametrize(("attention", "way"), [("eager", WAYS[0]), *[("sdpa", way) for way in WAYS]])

@@ -17,10 +17,11 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from decantkv.base.options import Allocation, Impl, Span
+from decantkv.cache.bounds import UNBOUNDED, Bounds, Decode
 from decantkv.cache.chunked_reading import Following, generating_parts
 from decantkv.cache.evicting_cache import (
     EvictingCache,
-    PromptLayer,
+    EvictingLayer,
     cache_argument,
     check_adapters,
     checked_model,
@@ -32,9 +33,8 @@ from decantkv.cache.evicting_cache import (
 )
 from decantkv.cache.forwards import Watch, unhook
 from decantkv.cache.memory import Weighing, undecided, weighed
-from decantkv.cache.positions import UNBOUNDED, Bounds, Decode
 from decantkv.cache.report import Report
-from decantkv.cache.stores.inner import Inner
+from decantkv.cache.stores import Inner
 from decantkv.decode import graphs
 from decantkv.decode.fused_ops import Standin, standins
 from decantkv.decode.graphs import StepGraphs, Trust
@@ -530,7 +530,7 @@ def _passed_over(cache: Any, kwargs: dict[str, Any]) -> str | None:
     """Return what kind of cache reads a prompt without evicting; None where it evicts or reads a single token."""
     layers = getattr(cache, "layers", ())
     given = kwargs.get("input_ids") if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
-    if any(isinstance(layer, PromptLayer) for layer in layers) or given is None or given.shape[1] == 1:
+    if any(isinstance(layer, EvictingLayer) for layer in layers) or given is None or given.shape[1] == 1:
         return None
     name = type(cache).__name__
     return f"a {name} that held tokens already" if type(cache) is DynamicCache else f"a {name}"

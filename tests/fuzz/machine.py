@@ -151,7 +151,7 @@ class Machine(RuleBasedStateMachine):
         judged = self.subject.judge(ids, truth.real, truth.full, truth.kept)
         fp8 = entry.reader.bounds.store == "fp8"
         self._compare(output.logits, judged, real, TOLERANCE_FP8 if fp8 else TOLERANCE)
-        if not any(getattr(layer, "deferred", False) for layer in cache.layers):
+        if not any(getattr(layer, "chunks", "none") != "none" for layer in cache.layers):
             entry.reader.read(cache, truth)
 
     def _compare(self, logits: Tensor, judged: Tensor, real: Tensor, tolerance: float) -> None:

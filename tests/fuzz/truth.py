@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
+from decantkv.cache.bounds import Bounds
 from decantkv.cache.evicting_cache import EvictingLayer
-from decantkv.cache.positions import Bounds
+from decantkv.cache.positions import STRAIGHT
 from decantkv.settings import Settings
 
 FP8 = torch.float8_e4m3fn
@@ -158,7 +159,7 @@ class Reader:
             before = truth.kept.get(i)
             if before is None:
                 before = torch.ones(truth.batch, heads, truth.length, dtype=torch.bool)
-            if layer.prompt is not None:
+            if layer.reading:
                 truth.kept[i] = self._waiting(layer, truth, before)
                 continue
             if self._same(layer, truth, i):
@@ -177,7 +178,7 @@ class Reader:
                 changed.append(i)
             truth.named[i] = now
             truth.said[i] = layer.kept.indices.clone(), self._at(layer)
-        if truth.prompt == 0 and layers and all(layer.prompt is None and layer.logical for _, layer in layers):
+        if truth.prompt == 0 and layers and all(not layer.reading and layer.logical for _, layer in layers):
             truth.prompt = truth.length
             self._check_prompt(truth, [i for i, _ in layers])
             for i, _ in layers:
@@ -192,9 +193,10 @@ class Reader:
 
     def _waiting(self, layer: EvictingLayer, truth: Truth, before: Tensor) -> Tensor:
         """What a prompt's chunks left so far."""
-        if layer.trail is None:
+        trail = layer.phase.slots
+        if trail is STRAIGHT:
             return before
-        places = layer.trail.positions
+        places = trail.positions
         slots = torch.where(places >= 0, places, truth.length)
         now = torch.zeros(*places.shape[:2], truth.length + 1, dtype=torch.bool).scatter_(2, slots, True)[..., :-1]
         now &= truth.real[:, None]
@@ -214,7 +216,7 @@ class Reader:
 
     def _at(self, layer: EvictingLayer) -> int:
         """How many columns there were at the layer's last eviction."""
-        return layer.get_seq_length() - layer.after_eviction()
+        return layer.get_seq_length() - layer.store.appended
 
     def _said(self, layer: EvictingLayer, truth: Truth, before: Tensor) -> Tensor:
         """[B, H, N]: tokens named as kept, and those behind the last of them that came later."""

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from decantkv.cache.layer import PromptLayer, window_of
+from decantkv.cache.call_window import window_of
+from decantkv.cache.policy import Policy
 from decantkv.hf.attention_hook import AttentionCall
 from decantkv.hf.model_parts import rotation
 from decantkv.methods import METHODS
@@ -29,21 +30,23 @@ def windows(demo_model):
     """A float32 window of 32 queries with everything any method needs, from four layers."""
     from transformers import DynamicCache
 
-    from decantkv.cache.evicting_cache import cache_argument
+    from decantkv.cache.evicting_cache import cache_argument, replace_layers
     from decantkv.hf.attention_hook import Hold
 
     model, tokenizer = demo_model
     rotate, found = rotation(model), {}
 
-    class Watching(PromptLayer):
-        def keep(self, call: AttentionCall, seen, rows):
-            if self.layer_idx in LAYERS:
+    class Watching(Policy):
+        rows = 32
+
+        def decide(self, layer, prompt, call: AttentionCall, seen):
+            if layer.layer_idx in LAYERS:
                 needs = frozenset({"queries", "W_O"})
-                found[self.layer_idx] = window_of(call, seen, rows, self.layer_idx, needs=needs, rotate=rotate)
-            self.store_all()
+                found[layer.layer_idx] = window_of(call, seen, 32, layer.layer_idx, needs=needs, rotate=rotate)
+            layer.hold_all(prompt)
 
     cache = DynamicCache(config=model.config)
-    cache.layers = [Watching(i, 10**6, 32) for i in range(model.config.num_hidden_layers)]
+    replace_layers(cache, model, Watching())
     hold = Hold(model)
     with torch.no_grad():
         ids = tokenizer(TEXT, return_tensors="pt").input_ids

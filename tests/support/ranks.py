@@ -16,7 +16,7 @@ import transformers
 from transformers import LlamaForCausalLM
 
 import decantkv
-from decantkv.cache.evicting_layer import EvictingLayer
+from decantkv.cache.layer import EvictingLayer
 from decantkv.selection.selector import select
 from decantkv.selection.tensor_parallel import Peers
 from tests.support import tiny
@@ -66,14 +66,14 @@ class CountExchanges:
     def __init__(self) -> None:
         self.deciding = self.all = 0
         self._inside = False
-        keep = EvictingLayer.keep
+        keep = EvictingLayer._decide
 
         def watched(layer: EvictingLayer, *args: object) -> None:
             self._inside = True
             keep(layer, *args)
             self._inside = False
 
-        EvictingLayer.keep = watched
+        EvictingLayer._decide = watched
         for name in EXCHANGES:
             setattr(dist, name, self._count(getattr(dist, name)))
         for name in [n for n in vars(dist.distributed_c10d) if n in EXCHANGES]:

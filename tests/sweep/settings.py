@@ -167,7 +167,7 @@ def kept_now(cache: EvictingCache) -> dict[int, Tensor]:
     masks = {}
     for layer in cache.layers:
         if isinstance(layer, EvictingLayer) and layer.kept is not None:
-            length = layer.renewed or LENGTH
+            length = getattr(layer.answer, "renewed", LENGTH)
             masks[layer.layer_idx] = layer.kept.mask(length)
     return masks
 

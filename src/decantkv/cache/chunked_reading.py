@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
-from decantkv.cache.layer import PromptLayer
+from decantkv.cache.layer import EvictingLayer
+from decantkv.cache.phases import Waiting
 from decantkv.cache.rehearsal import forget_read, rehearse_prompt
 from decantkv.hf.attention_hook import Hold, any_left, lock
 from decantkv.hf.generate_hooks import check_chunks, first_the_prompt, is_chunked, number_chunk
@@ -41,14 +42,14 @@ def deferred(cache: DynamicCache) -> Iterator[None]:
 
 def defer(cache: DynamicCache) -> None:
     """A prompt may come in chunks from now on; what to keep is decided by `decide`."""
-    for layer in prompt_layers(cache):
-        layer.deferred = layer.store is None
+    for layer in evicting_layers(cache):
+        layer.defer()
 
 
 def decide(cache: DynamicCache) -> None:
     """The prompt's last chunk is in."""
-    layers = prompt_layers(cache)
-    rehearsal = next((layer.rehearsal for layer in layers if layer.waiting is not None), None)
+    layers = evicting_layers(cache)
+    rehearsal = next((layer.policy.rehearsal for layer in layers if isinstance(layer.phase, Waiting)), None)
     if rehearsal is not None:
         try:
             rehearse_prompt(cache, rehearsal)
@@ -63,8 +64,8 @@ def decide(cache: DynamicCache) -> None:
 
 def give_up(cache: DynamicCache) -> None:
     """No more chunks are to come, whether or not it was decided what to keep."""
-    for layer in prompt_layers(cache):
-        layer.deferred = layer.closing = False
+    for layer in evicting_layers(cache):
+        layer.give_up()
 
 
 def empty(layer: CacheLayerMixin) -> None:
@@ -75,9 +76,9 @@ def empty(layer: CacheLayerMixin) -> None:
         layer.keys, layer.values = keys[..., :0, :], values[..., :0, :]
 
 
-def prompt_layers(cache: object) -> list[PromptLayer]:
+def evicting_layers(cache: object) -> list[EvictingLayer]:
     """Return the layers of a cache that evict; none for anything that is no such cache."""
-    return [layer for layer in getattr(cache, "layers", ()) if isinstance(layer, PromptLayer)]
+    return [layer for layer in getattr(cache, "layers", ()) if isinstance(layer, EvictingLayer)]
 
 
 def generating_parts(model: PreTrainedModel) -> list[PreTrainedModel]:
@@ -151,8 +152,8 @@ def _in_chunks_but_one(prefill: Method) -> Method:
         except BaseException:
             give_up(cache)
             raise
-        for layer in prompt_layers(cache):
-            layer.closing = layer.deferred
+        for layer in evicting_layers(cache):
+            layer.expect_last()
         return out
 
     return prefill_in_chunks
@@ -194,7 +195,7 @@ def _with_its_cache(prepare: Method) -> Method:
         inputs = prepare(self, *args, **kwargs)
         if (
             cache is not None
-            and prompt_layers(cache)
+            and evicting_layers(cache)
             and inputs.get(name) is None
             and inputs.get("use_cache", True) is not False
         ):
@@ -229,7 +230,7 @@ _wrapped: dict[tuple[type, str], _Wrapped] = {}
 def _cache_among(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DynamicCache | None:
     name = cache_argument(model)
     caches = [a[name] for a in (*args, *kwargs.values(), kwargs) if isinstance(a, dict) and name in a]
-    return next((cache for cache in caches if prompt_layers(cache)), None)
+    return next((cache for cache in caches if evicting_layers(cache)), None)
 
 
 def _check_embeds(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

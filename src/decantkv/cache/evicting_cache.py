@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -17,18 +16,20 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 
 from decantkv.base.options import Allocation, Impl, Span
 from decantkv.cache import files, identity
-from decantkv.cache.chunked_reading import Following, decide, defer, deferred, give_up, prompt_layers
+from decantkv.cache.bounds import UNBOUNDED, Bounds, Decode
+from decantkv.cache.call_window import window_of
+from decantkv.cache.chunked_reading import Following, decide, defer, deferred, evicting_layers, give_up
 from decantkv.cache.concat import join
-from decantkv.cache.evicting_layer import EvictingLayer
+from decantkv.cache.eviction import Eviction
 from decantkv.cache.file_checks import understood
 from decantkv.cache.forwards import Watch
-from decantkv.cache.layer import PromptLayer, gather, window_of
+from decantkv.cache.layer import EvictingLayer
+from decantkv.cache.layer_contest import LayerContest
 from decantkv.cache.memory import weighed
-from decantkv.cache.positions import UNBOUNDED, Bounds, Decode
-from decantkv.cache.ragged_layer import LayerContest, RaggedLayer
+from decantkv.cache.policy import CacheState, Policy
 from decantkv.cache.rehearsal import rehearse
 from decantkv.cache.report import Recorder, Report, storage_bytes
-from decantkv.cache.stores.inner import Inner
+from decantkv.cache.stores import Inner
 from decantkv.hf import attention_hook
 from decantkv.hf.attention_hook import Hold
 from decantkv.hf.door import checked_model, reads_again, text_config
@@ -43,14 +44,12 @@ from decantkv.settings import Settings, must_share
 __all__ = [
     "EvictingCache",
     "EvictingLayer",
-    "PromptLayer",
     "cache_argument",
     "cache_bytes",
     "checked_model",
     "decide",
     "defer",
     "deferred",
-    "gather",
     "give_up",
     "new_recorder",
     "replace_layers",
@@ -62,7 +61,6 @@ if TYPE_CHECKING:
     from decantkv.decode.graphs import StepGraphs
 
 _serial = itertools.count()
-
 # V of one head is read with K of another by a second attention call, so that only a set shared by all heads is exact
 ATTEND_TWICE = frozenset({"diffllama"})
 # transformers' layers that hold a window or a state, however long the prompt
@@ -156,7 +154,6 @@ class EvictingCache(DynamicCache):
         super().__init__(config=text_config(model))
         self.settings, self.recorder, self.bounds = settings, recorder, bounds
         self.steps: StepGraphs | None = None  # `attach` brings graphs to the generations it sees
-        cache_id = next(_serial)
         config = text_config(model)
         twice, again = config.model_type in ATTEND_TWICE, reads_again(model)
         if again:
@@ -175,24 +172,14 @@ class EvictingCache(DynamicCache):
 
         # layers that may attend for themselves; one set for heads that share a latent leaves that to the model
         own = settings.allocation.ragged or not (shared or again)
-
-        def new(layer_idx: int) -> PromptLayer:
-            kind = RaggedLayer if own else EvictingLayer
-            layer = kind(layer_idx, cache_id, settings, recorder, shared=shared, rotate=rotate, bounds=bounds)
-            layer.attends_twice, layer.read_again, layer.peers = twice, again, peers
-            return layer
-
-        recorder.left_alone = replace_layers(self, model, new)
         contest = LayerContest() if settings.allocation.over_layers else None
-        evicting = [layer for layer in self.layers if isinstance(layer, EvictingLayer)]
-        for place, layer in enumerate(evicting):
-            layer.place = (place, len(evicting))
-            if isinstance(layer, RaggedLayer):
-                layer.contest = contest
+        policy = Eviction(
+            settings, recorder, bounds, shared=shared, rotate=rotate, attends_twice=twice, read_again=again, own=own,
+            peers=peers, contest=contest,
+        )  # fmt: skip
+        recorder.left_alone = replace_layers(self, model, policy)
         self._hold, self._watch = Hold(model), Watch(model)
-        holds = self._hold, self._watch, Following(model)
-        for layer in evicting:
-            layer.holds = holds
+        evicting_layers(self)[0].cache.holds = self._hold, self._watch, Following(model)
 
     def get_mask_sizes(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         """As transformers' own; a forward that goes on under other adapters ends here, before any layer has changed."""
@@ -212,9 +199,8 @@ class EvictingCache(DynamicCache):
 
     def expect_length(self, length: int) -> None:
         """Say how many tokens prompt and answer may reach, so that room for new ones is taken once."""
-        for layer in self.layers:
-            if isinstance(layer, PromptLayer):
-                layer.expected = length
+        for layer in evicting_layers(self):
+            layer.cache.expected = length
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the newest tokens: −k removes k, at most all; a positive number is the length to go back to.
@@ -223,11 +209,11 @@ class EvictingCache(DynamicCache):
             ValueError: that reaches into what the prompt's eviction left; no layer was changed.
         """
         remove = -tokens_to_remove if tokens_to_remove <= 0 else max(0, self.get_seq_length() - tokens_to_remove)
-        evicting = [layer for layer in self.layers if isinstance(layer, PromptLayer)]
+        evicting = evicting_layers(self)
         length = self.get_seq_length() - remove  # an interrupted forward leaves layers of unequal lengths
         for layer in evicting:
             layer.checked_crop(min(0, length - layer.logical))
-        with _restored_on_error([layer for layer in self.layers if not isinstance(layer, PromptLayer)]) as others:
+        with _restored_on_error([layer for layer in self.layers if not isinstance(layer, EvictingLayer)]) as others:
             for other in others:
                 if remove or getattr(other, "record_past", False):  # in 4.x, crop(0) empties transformers' layers
                     other.crop(-remove)
@@ -331,10 +317,10 @@ class EvictingCache(DynamicCache):
         for other in caches[1:]:
             if other._hold.model() is not model or (other.settings, other.bounds) != (first.settings, first.bounds):
                 raise ValueError("caches: expected caches of one model and one setting, got different ones")
-        if len({prompt_layers(cache)[0].adapters for cache in caches}) > 1:
+        if len({evicting_layers(cache)[0].cache.adapters for cache in caches}) > 1:
             raise ValueError("caches: expected caches of the same active adapters, got different ones")
         joined = cls.of(model, first.settings, first.recorder, first.bounds)
-        prompt_layers(joined)[0].adapters = prompt_layers(first)[0].adapters
+        evicting_layers(joined)[0].cache.adapters = evicting_layers(first)[0].cache.adapters
         for i, layer in enumerate(joined.layers):
             join(layer, [cache.layers[i] for cache in caches])
         return joined
@@ -346,14 +332,14 @@ def check_adapters(cache: DynamicCache) -> None:
 
     To be called before any layer has taken the new tokens.
     """
-    layers = prompt_layers(cache)
-    model = layers[0].owner() if layers and layers[0].owner is not None else None
+    layers = evicting_layers(cache)
+    model = layers[0].cache.owner() if layers else None
     if not isinstance(model, nn.Module):
         return
     acting = identity.active_adapters(model)
     if not layers[0].is_initialized:
-        layers[0].adapters = acting
-    elif layers[0].adapters != acting:
+        layers[0].cache.adapters = acting
+    elif layers[0].cache.adapters != acting:
         raise ValueError(
             "cache: expected the adapters and scales that were active when its prompt was read, got others; switch "
             "them back or read the prompt again"
@@ -429,8 +415,8 @@ def is_full(layer: CacheLayerMixin, config: Any) -> bool:
     return isinstance(window, int) and isinstance(context, int) and window >= context
 
 
-def replace_layers(cache: DynamicCache, model: PreTrainedModel, new: Callable[[int], PromptLayer]) -> int:
-    """Put new layers in place of the cache's full-attention ones; return how many others stay.
+def replace_layers(cache: DynamicCache, model: PreTrainedModel, policy: Policy) -> int:
+    """Put layers of this policy in place of the cache's full-attention ones; return how many others stay.
 
     Raises:
         ValueError: there is no full-attention layer to evict from.
@@ -446,9 +432,9 @@ def replace_layers(cache: DynamicCache, model: PreTrainedModel, new: Callable[[i
             f"model: expected at least one full-attention layer, got {type(model).__name__} whose layers all have "
             f"{_own_caches(cache)}"
         )
-    for i in full:
-        layer = cache.layers[i] = new(i)
-        layer.owner = weakref.ref(model)
+    state = CacheState(next(_serial), model)
+    for place, i in enumerate(full):
+        cache.layers[i] = EvictingLayer(i, (place, len(full)), policy, state)
     return len(cache.layers) - len(full)
 
 
@@ -465,6 +451,6 @@ def cache_bytes(cache: DynamicCache) -> int:
     """Bytes of a cache's keys and values by their distinct storages, for any transformers cache."""
     tensors: list[Tensor] = []
     for layer in cache.layers:
-        found = layer.tensors() if isinstance(layer, PromptLayer) else [layer.keys, layer.values]
+        found = layer.tensors() if isinstance(layer, EvictingLayer) else [layer.keys, layer.values]
         tensors += [x for x in found if isinstance(x, Tensor)]
     return storage_bytes(tensors)

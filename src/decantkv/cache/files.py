@@ -21,19 +21,17 @@ from transformers.cache_utils import CacheLayerMixin
 
 from decantkv.base.options import Span
 from decantkv.base.writing import write_whole
-from decantkv.cache.evicting_layer import EvictingLayer
-from decantkv.cache.file_checks import check_layers, understood
-from decantkv.cache.layer import PromptLayer
-from decantkv.cache.ragged_layer import RaggedLayer
-from decantkv.cache.stores.ragged import RaggedStore
+from decantkv.cache.file_checks import check_keys, check_layers, understood
+from decantkv.cache.files_of_format_1 import translated
+from decantkv.cache.layer import EvictingLayer
+from decantkv.cache.stores.store import check
 from decantkv.methods import known_methods, resolve
 from decantkv.scoring.rehearsal import Rehearsal
 from decantkv.selection.allocation import known_allocations, resolve_allocation
 from decantkv.selection.budget import Budget
-from decantkv.selection.selector import Kept
 from decantkv.settings import Settings
 
-FORMAT = 1
+FORMAT = 2
 HEADER = 100_000_000  # bytes, the most that safetensors takes
 
 
@@ -121,8 +119,10 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor
         raise ValueError(f"path: expected the file as it was written, got {path}, which was changed since")
     with understood(path):
         about: dict[str, Any] = json.loads(marks["decantkv"])
-        if about["format"] != FORMAT:
-            raise ValueError(f"path: expected a file of format {FORMAT}, got {about['format']}")
+        if about["format"] == 1:
+            about, tensors = translated(about, tensors)
+        elif about["format"] != FORMAT:
+            raise ValueError(f"path: expected a file of format {FORMAT} or 1, got {about['format']}")
     return about, tensors
 
 
@@ -150,56 +150,36 @@ def restore(
         ValueError: the model's layers are of other kinds than the file's.
     """
     check_layers(about["layers"], tensors, len(layers))
+    rows = set()
     for i, (layer, numbers) in enumerate(zip(layers, about["layers"], strict=True)):
         if type(layer).__name__ != numbers["kind"]:
             raise ValueError(
                 f"path: expected {numbers['kind']} as layer {i}, got a {type(layer).__name__} in the model"
             )
         state = {n.partition(".")[2]: x.to(devices[i]) for n, x in tensors.items() if n.partition(".")[0] == str(i)}
-        if not isinstance(layer, PromptLayer):
-            if state:
-                layer.update(state["keys"], state["values"])
-            layer.cumulative_length = numbers["logical"]
+        if isinstance(layer, EvictingLayer):
+            layer.load_state(numbers, state)
+            rows.add(0 if layer.store is None else layer.store.batch)
             continue
-        layer.logical = numbers["logical"]
-        if "indices" in state:
-            rows = numbers["rows"]
-            layer.kept = Kept(state["indices"], state["counts"], None if rows is None else tuple(rows))
-        if "lens" in state and isinstance(layer, RaggedLayer):
-            state["numbers"] = state["numbers"].cpu()
-            layer.lanes = RaggedStore.from_state(state)
-        elif "keys" in state:
-            layer.fill(state["keys"], state["values"])
-            layer.valid = state.get("valid")
-        if isinstance(layer, EvictingLayer) and "frame" in state:
-            layer.frame, layer.renewed, layer.recent = state["frame"].cpu(), numbers["renewed"], [state["recent"]]
+        if state:
+            check_keys(state["keys"], state["values"], numbers["logical"])
+            layer.update(state["keys"], state["values"])
+            rows.add(state["keys"].shape[0])
+        layer.cumulative_length = numbers["logical"]
+    check(len(rows - {0}) <= 1, "rows", "the same number in every layer")
 
 
 def _state(layer: CacheLayerMixin, index: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """What a layer is, as numbers and tensors."""
     kind = type(layer).__name__
-    if not isinstance(layer, PromptLayer):
-        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-        length = getattr(layer, "cumulative_length", 0)
-        if not isinstance(keys, Tensor) or not isinstance(values, Tensor) or not isinstance(length, int):
-            raise ValueError(f"cache: expected layers of keys and values that were used, got {kind} as layer {index}")
-        return {"kind": kind, "logical": length}, {"keys": keys, "values": values}
-    if layer.prompt is not None:
-        raise ValueError(f"cache: expected a prompt that is read to its end, got one in chunks in layer {index}")
-    state: dict[str, Tensor] = {}
-    if isinstance(layer, RaggedLayer) and layer.lanes is not None:
-        state = layer.lanes.state()
-    elif layer.store is not None:
-        state = {"keys": layer.store.keys, "values": layer.store.values}
-    if layer.valid is not None:
-        state["valid"] = layer.valid
-    if layer.kept is not None:
-        state |= {"indices": layer.kept.indices, "counts": layer.kept.counts}
-    numbers = {"kind": kind, "logical": layer.logical, "rows": None if layer.kept is None else layer.kept.rows}
-    if isinstance(layer, EvictingLayer) and layer.frame is not None:
-        state |= {"frame": layer.frame, "recent": torch.cat(layer.recent, 2)}
-        numbers["renewed"] = layer.renewed
-    return numbers, state
+    if isinstance(layer, EvictingLayer):
+        numbers, state = layer.state()
+        return {"kind": kind, **numbers}, state
+    keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+    length = getattr(layer, "cumulative_length", 0)
+    if not isinstance(keys, Tensor) or not isinstance(values, Tensor) or not isinstance(length, int):
+        raise ValueError(f"cache: expected layers of keys and values that were used, got {kind} as layer {index}")
+    return {"kind": kind, "logical": length}, {"keys": keys, "values": values}
 
 
 def _digest(text: str, tensors: Mapping[str, Tensor]) -> str:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
-from decantkv.cache.chunked_reading import decide, empty, prompt_layers
-from decantkv.cache.evicting_layer import EvictingLayer
-from decantkv.cache.layer import PromptLayer
+from decantkv.cache.chunked_reading import decide, empty, evicting_layers
+from decantkv.cache.layer import EvictingLayer
+from decantkv.cache.phases import Waiting
 from decantkv.cache.rehearsal import note_read
 from decantkv.hf.attention_hook import Hold, any_left, lock
 from decantkv.hf.masks import padded_turn
@@ -70,7 +70,7 @@ def _begin(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | N
     cache = None if kwargs is None else _cache_among(args, kwargs)
     if cache is None or kwargs is None:
         return
-    layer = next((layer for layer in cache.layers if isinstance(layer, PromptLayer)), None)
+    layer = next((layer for layer in cache.layers if isinstance(layer, EvictingLayer)), None)
     before = cache.get_seq_length() if layer is None else layer.logical
     if layer is None and before:
         return
@@ -81,7 +81,7 @@ def _begin(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | N
         )
     if _BEFORE in vars(cache):  # its end was never seen, as after Ctrl-C
         interrupted = vars(cache).pop(_BEFORE)
-        if len({other.logical for other in cache.layers if isinstance(other, PromptLayer)}) > 1:
+        if len({other.logical for other in cache.layers if isinstance(other, EvictingLayer)}) > 1:
             _undo(cache, interrupted)
             raise ValueError(
                 "cache: expected one whose last forward ended, got one that was interrupted; what that forward stored "
@@ -111,18 +111,19 @@ def _end(decoder: nn.Module, args: tuple[Any, ...], *kwargs_and_output: Any) -> 
         return
     if output is None:
         _undo(cache, before)
-    elif any(layer.closing and layer.rehearsal is not None for layer in prompt_layers(cache)):
+    elif any(layer.chunks == "last" and layer.policy.rehearsal is not None for layer in evicting_layers(cache)):
         decide(cache)
 
 
 def _begin_prompt(cache: DynamicCache, kwargs: Mapping[str, Any]) -> None:
     """A prompt that will be rehearsed waits, also where it comes in one piece, until its forward is over."""
-    layers = prompt_layers(cache)
-    begins, rehearsed = layers[0].logical == 0, layers[0].rehearsal is not None
-    if begins and rehearsed and not layers[0].deferred:
+    layers = evicting_layers(cache)
+    begins, rehearsed = layers[0].logical == 0, layers[0].policy.rehearsal is not None
+    if begins and rehearsed and layers[0].chunks == "none":
         for layer in layers:
-            layer.deferred = layer.closing = True
-    if layers[0].deferred and (begins or layers[0].waiting is not None):
+            layer.defer()
+            layer.expect_last()
+    if layers[0].chunks != "none" and (begins or isinstance(layers[0].phase, Waiting)):
         note_read(cache, kwargs, begins=begins, checked=rehearsed)
 
 
@@ -132,8 +133,8 @@ def _cache_among(args: Sequence[Any], kwargs: Mapping[str, Any]) -> DynamicCache
 
 def _undo(cache: DynamicCache, before: int) -> None:
     """Every layer as it was at that length; a prompt that was being read is forgotten whole."""
-    layers = [layer for layer in cache.layers if isinstance(layer, PromptLayer)]
-    if before == 0 or any(layer.prompt is not None for layer in layers):
+    layers = [layer for layer in cache.layers if isinstance(layer, EvictingLayer)]
+    if before == 0 or any(layer.reading for layer in layers):
         for layer in cache.layers:
             empty(layer)
         return
@@ -143,7 +144,7 @@ def _undo(cache: DynamicCache, before: int) -> None:
             if layer.logical > before:
                 layer.crop(before - layer.logical)
         for layer in cache.layers:
-            ahead = 0 if isinstance(layer, PromptLayer) else layer.get_seq_length() - before
+            ahead = 0 if isinstance(layer, EvictingLayer) else layer.get_seq_length() - before
             if ahead > 0:
                 layer.crop(-ahead)
     except (RuntimeError, ValueError):  # evicted since, or a window that has moved on
@@ -158,7 +159,7 @@ def _refuse_hidden_tokens(layers: Sequence[CacheLayerMixin], mask: Any) -> None:
     if not isinstance(mask, Tensor) or mask.dim() != 4:
         return
     layer = next((other for other in layers if isinstance(other, EvictingLayer)), None)
-    if layer is None or not layer.uneven or layer.kept is None:
+    if layer is None or not layer.policy.uneven or layer.kept is None:
         return
     later = layer.stored - layer.kept.indices.shape[2] + mask.shape[2]
     older = mask[..., : max(0, mask.shape[3] - later)]
@@ -173,7 +174,7 @@ def _refuse_hidden_tokens(layers: Sequence[CacheLayerMixin], mask: Any) -> None:
 def _refuse_padded_turn(layers: Sequence[CacheLayerMixin], kwargs: Mapping[str, Any]) -> None:
     """Raise where answers are evicted and a later turn has pads: rows would be evicted at other times than alone."""
     mask = kwargs.get("attention_mask")
-    answering = any(isinstance(layer, EvictingLayer) and layer.frame is not None for layer in layers)
+    answering = any(isinstance(x, EvictingLayer) and x.answer is not None and x.answer.evicted for x in layers)
     tokens = next((kwargs[n] for n in ("input_ids", "inputs_embeds") if isinstance(kwargs.get(n), Tensor)), None)
     if not answering or tokens is None or not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[0] == 1:
         return

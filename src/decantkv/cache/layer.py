@@ -1,73 +1,84 @@
-"""The layers of an evicting cache: they tell how much was said apart from how much is stored.
+"""The layer of an evicting cache: transformers' cache layer on one side, the attention hook on the other.
 
-A layer holds the prompt's full keys and values until its own attention call is over, keeps the chosen ones, and from
-then on hands everything to an inner store. Its *logical* length counts every token, so positions stay right; its
+A layer holds the prompt's full keys and values until its own attention call is over, keeps what its policy chooses, and
+from then on hands everything to a store. Its *logical* length counts every token, so positions stay right; its
 *stored* length counts slots, so masks do.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import weakref
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from decantkv.base.options import Need
-from decantkv.base.precision import alike, without_autocast
-from decantkv.base.transfer import to_device
-from decantkv.base.versions import kernels_run_on
-from decantkv.cache.identity import Adapters
-from decantkv.cache.stores.dense import SlackStore
-from decantkv.cache.stores.inner import Inner, make_store
+from decantkv.base.precision import without_autocast
+from decantkv.cache import chunked_prefill, own_attention
+from decantkv.cache.phases import (
+    EMPTY,
+    KEPT_WHOLE,
+    Answer,
+    Empty,
+    Evicted,
+    Listening,
+    Phase,
+    Prompt,
+    Reading,
+    Rehearsing,
+    Waiting,
+    Whole,
+)
+from decantkv.cache.policy import CacheState, Policy
+from decantkv.cache.stores import from_state
+from decantkv.cache.stores.dense import DenseStore
+from decantkv.cache.stores.ragged import Mark, RaggedStore
+from decantkv.cache.stores.store import Store, check
 from decantkv.hf import attention_hook
-from decantkv.hf.attention_hook import AttentionCall, interrupted
-from decantkv.hf.masks import PromptMask, hide_filler, read_prompt_mask, refit
-from decantkv.hf.model_parts import output_projection
-from decantkv.scoring.rehearsal import Rehearsal
-from decantkv.scoring.window import AttentionWindow, Rotate, make_window
+from decantkv.hf.attention_hook import AttentionCall, CallTerms, interrupted
+from decantkv.hf.masks import PromptMask, read_prompt_mask
 from decantkv.selection.selector import FILLER, Kept
 
 RESERVE = 4096  # tokens that a growing store takes room for at once, however many were announced
 
 
-class PromptLayer(CacheLayerMixin):
-    """A full-attention layer that sees its prompt's attention call once and then decides what to store.
+class Standing(NamedTuple):
+    """Where a layer stands between two steps."""
 
-    Subclasses implement `keep`. Before the prompt `store` is None; `prompt` holds the full keys and values from
-    `update` until `after_attention`.
+    logical: int
+    store: Mark
+    answer: Tensor | None
+
+
+class EvictingLayer(CacheLayerMixin):
+    """A full-attention layer that sees its prompt's attention call and then stores what its policy keeps.
+
+    Attributes:
+        phase: where the layer is in its life.
+        logical: tokens ever given.
+        chunks: whether the prompt comes in one piece, or more chunks are to come, or the last one.
+        unmasked: new tokens are all real, whatever the mask says: set for steps that a graph holds.
+        postponed: evictions of the answer are left to whoever set this, between forwards.
+        noted: the terms of the last attention call, which they need.
     """
 
     is_compileable = False
     is_croppable = True
     is_sliding = False
     supports_early_init = False
-    wants_every_query = False  # a method looks at all of the prompt's queries
-    inner: Inner = "plain"  # where kept tokens live
-    uneven = False  # layers of one cache may store different numbers of tokens
-    rehearsal: Rehearsal | None = None  # what is run over a prompt before it is decided what to keep
 
-    def __init__(self, layer_idx: int, cache_id: int, rows: int) -> None:
-        self.layer_idx, self.cache_id, self.rows = layer_idx, cache_id, rows
-        self.store: SlackStore | None = None
-        self.expected = 0  # the length that prompt and answer may reach, where the caller said so
-        self.prompt: tuple[Tensor, Tensor] | None = None
-        self.chunks: SlackStore | None = None  # where a prompt that comes in chunks is put together
-        self.valid: Tensor | None = None  # [B, 1 or H, K] bool; None while every kept slot holds a token
+    def __init__(self, layer_idx: int, place: tuple[int, int], policy: Policy, cache: CacheState) -> None:
+        """An empty layer; `place`: which of how many evicting layers of its cache."""
+        self.layer_idx, self.cache_id, self.place = layer_idx, cache.cache_id, place
+        self.policy, self.cache = policy, cache
+        self.phase: Phase = EMPTY
         self.logical = 0
-        self.kept: Kept | None = None
-        self.deferred = False  # a prompt that comes in chunks is decided on after the last
-        self.closing = False  # the next chunk is the prompt's last
-        self.waiting: tuple[AttentionCall, int] | None = None  # with the tail of queries, and the last chunk's length
-        self.seen: PromptMask | None = None  # of a waiting prompt, where its mask no longer tells
-        self._new = 0  # tokens of the last update of a prompt
-        self.listens = False  # wants every attention call, also when nothing is hidden
-        self.holds: tuple[object, ...] = ()  # keep what the layer needs in place, whatever cache it is moved to
-        self.owner: weakref.ref[nn.Module] | None = None  # the model this cache is for, if it was told
-        self.adapters: Adapters = ()  # of the model when it read the prompt; the cache's first such layer knows them
+        self.chunks: chunked_prefill.Chunks = "none"
+        self.unmasked = self.postponed = False
+        self.noted: CallTerms | None = None
+
+    # -- what is held
 
     @property
     def is_initialized(self) -> bool:
@@ -75,25 +86,64 @@ class PromptLayer(CacheLayerMixin):
         return self.logical > 0
 
     @property
+    def reading(self) -> bool:
+        """Whether a prompt is being read, of which nothing is decided yet."""
+        return isinstance(self.phase, Reading | Waiting | Rehearsing)
+
+    @property
+    def store(self) -> Store | None:
+        """What holds the kept tokens; None before a prompt was read."""
+        return self.phase.store if isinstance(self.phase, Whole) else None
+
+    @property
+    def kept(self) -> Kept | None:
+        """Which tokens the last eviction left; None where nothing was evicted."""
+        return self.phase.kept if isinstance(self.phase, Evicted) else None
+
+    @property
+    def answer(self) -> Answer | None:
+        """What later evictions know of the answer; None before a prompt was read."""
+        return self.phase.answer if isinstance(self.phase, Whole) else None
+
+    @property
     def keys(self) -> Tensor | None:
-        """[B, H, stored, D], or None before a prompt."""
-        return self._tensors()[0]
+        """[B, H, stored, D], or flat where heads store different numbers; None before a prompt."""
+        held = self._held()
+        return None if held is None else held.keys
 
     @property
     def values(self) -> Tensor | None:
-        """[B, H, stored, Dv], or None before a prompt."""
-        return self._tensors()[1]
+        """[B, H, stored, Dv], or flat where heads store different numbers; None before a prompt."""
+        held = self._held()
+        return None if held is None else held.values
 
-    def _tensors(self) -> tuple[Tensor | None, Tensor | None]:
-        if self.store is not None:
-            return self.store.keys, self.store.values
-        return self.prompt if self.prompt is not None else (None, None)
+    def _held(self) -> Store | Reading | Waiting | Rehearsing | None:
+        if isinstance(self.phase, Empty):
+            return None
+        return self.phase.store if isinstance(self.phase, Whole) else self.phase
 
     @property
     def stored(self) -> int:
-        """Slots in memory, filler included."""
-        keys = self.keys
-        return 0 if keys is None else keys.shape[-2]
+        """Slots in memory of the head that holds most, filler included."""
+        if isinstance(self.phase, Whole):
+            return self.phase.store.stored
+        return 0 if isinstance(self.phase, Empty) else self.phase.keys.shape[2]
+
+    def tensors(self) -> list[Tensor]:
+        """Everything the layer holds in memory for keys and values."""
+        if isinstance(self.phase, Whole):
+            return self.phase.store.tensors()
+        return [] if isinstance(self.phase, Empty) else [self.phase.keys, self.phase.values]
+
+    def hold_all(self, prompt: Prompt) -> None:
+        """From now on the layer holds the prompt as it is."""
+        self.hold(DenseStore.of_all(prompt.keys, prompt.values, None, announced=0), KEPT_WHOLE, None)
+
+    def hold(self, store: Store, answer: Answer, kept: Kept | None) -> None:
+        """From now on the layer holds this store; `kept`: what an eviction left in it, None where none was."""
+        self.phase = Whole(store, answer) if kept is None else Evicted(store, answer, kept)
+
+    # -- what transformers calls
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Nothing to prepare: shapes are known at the first update."""
@@ -103,173 +153,50 @@ class PromptLayer(CacheLayerMixin):
         """Take the new tokens' keys and values; return what the attention must read.
 
         Raises:
-            UnsupportedModelError: the prompt's attention call never came.
+            UnsupportedModelError: the attention call before this one never came.
         """
-        if self.prompt is not None and self.waiting is None:
-            raise interrupted(self.layer_idx)
-        new = key_states.shape[-2]
-        if self.store is None:
-            self.prompt = self._with_older(key_states, value_states)
-            self.logical, self._new = self.logical + new, new
-            attention_hook.expect(self, self.prompt[0])
-            return self.prompt
-        keys, values = self.store.update(key_states, value_states, reserve=self.reserve(new))
-        self.logical += new
-        if self.valid is not None or self.uneven or self.kept is not None or self.listens:
-            attention_hook.expect(self, keys)
-        return keys, values
-
-    def _with_older(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """A prompt's chunk behind the earlier ones, in a buffer that doubles, up to the length that was announced."""
-        if self.prompt is None:
+        phase, new = self.phase, key_states.shape[2]
+        if isinstance(phase, Whole):
+            if phase.store.staged:
+                raise interrupted(self.layer_idx)
+            keys, values = phase.store.update(key_states, value_states, reserve=self.reserve(new))
+            if not phase.store.attends:
+                self.logical += new
+            if (
+                phase.store.attends or phase.store.hides or self.policy.uneven or self.policy.listens
+                or isinstance(phase, Evicted)
+            ):  # fmt: skip
+                attention_hook.expect(self, keys)
             return keys, values
-        if self.chunks is None:
-            self.chunks = SlackStore(*self.prompt)
-        return self.chunks.update(keys, values, reserve=self._ahead(self.chunks.length, keys.shape[-2]))
-
-    def _ahead(self, length: int, new: int) -> int:
-        """Tokens of a prompt to take room for behind `new` of them when its buffer grows from `length`."""
-        doubled = max(0, length - new)
-        return min(doubled, self.announced(new)) if self.expected else doubled
-
-    def forget_new(self) -> None:
-        """A forward failed: what it was about to store is not waited for any more."""
-
-    def attend(self, call: AttentionCall) -> Tensor | None:
-        """None: the model's own attention reads what `update` returned."""
-        return None
-
-    def before_attention(self, call: AttentionCall) -> Any:
-        """The call's mask, with filler slots hidden from new tokens."""
-        mask, query, kv_len = call.mask, call.query, call.key.shape[2]
-        if self.uneven and self.prompt is None:
-            settled = self.kept.indices if self.kept is not None else self.valid
-            later = kv_len - (0 if settled is None else settled.shape[2])
-            mask = refit(mask, q_len=query.shape[2], kv_len=kv_len, later=later)
-        if self.kept is not None and isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[-1] != kv_len:
-            raise ValueError(
-                f"attention_mask: expected a 2-D mask of all tokens after eviction, got a 4-D one over "
-                f"{mask.shape[-1]} keys where {kv_len} are stored"
-            )
-        if self.valid is None:
-            return mask
-        return hide_filler(mask, self.valid, query=query, kv_len=kv_len, backend=call.backend, causal=call.causal)
-
-    def after_attention(self, call: AttentionCall) -> None:
-        """The prompt has been attended to: decide what to store. A failure leaves the layer empty."""
-        if self.prompt is None:
-            return
-        try:
-            if call.key.requires_grad:
-                raise ValueError("model: expected a forward without gradients (torch.no_grad()), got one with")
-            self._check_owner(call)
-            self._check_tokens(call)
-            if self.deferred:
-                self._wait(call)
-                if self.closing and self.rehearsal is None:
-                    self.finish()
-                return
-            self._keep(call, self._read_mask(call, min(self.rows, call.query.shape[2])))
-        except BaseException:
-            self.reset()
-            raise
-        self.prompt = self.chunks = None
-
-    def _check_owner(self, call: AttentionCall) -> None:
-        if self.owner is None:
-            return
-        model = self.owner()
-        if model is None or not any(call.module is part for part in model.modules()):
-            name = "model" if model is None else type(model).__name__
-            raise ValueError(f"cache: expected the {name} it was made for, got another model's {call.attention_class}")
-
-    def _check_tokens(self, call: AttentionCall) -> None:
-        """Raise unless the tokens that attend are those whose keys came last: an image's keys are another's."""
-        if call.query.shape[2] != self._new:
-            raise attention_hook.UnsupportedModelError(
-                f"model: expected attention among a prompt's tokens, got {call.attention_class} in layer "
-                f"{self.layer_idx} with {self._new} keys for {call.query.shape[2]} tokens"
-            )
-
-    def _wait(self, call: AttentionCall) -> None:
-        """One chunk of the prompt: remember the last queries, which may reach back over several chunks."""
-        chunk = call.query.shape[2]
-        query = call.query if self.waiting is None else torch.cat([self.waiting[0].query, call.query], dim=2)
-        keep = call.key.shape[2] if self.wants_every_query else self.rows
-        self.waiting = (dataclasses.replace(call, query=query[:, :, -keep:].clone()), chunk)
-
-    def finish(self) -> None:
-        """The last chunk is in: decide now. Does nothing unless a prompt waits."""
-        self.deferred = self.closing = False
-        if self.waiting is None:
-            return
-        call, chunk = self.waiting
-        try:
-            seen = self._read_mask(call, min(self.rows, chunk)) if self.seen is None else self.seen
-            if seen.window is not None and chunk < min(self.rows, call.query.shape[2]):
-                raise ValueError(
-                    "prefill_chunk_size: expected a causal mask, got another, which short chunks cannot follow"
-                )
-            self._keep(call, seen)
-        except BaseException:
-            self.reset()
-            raise
-        self.prompt = self.chunks = self.waiting = self.seen = None
-
-    def _read_mask(self, call: AttentionCall, rows: int) -> PromptMask:
-        batch, _, kv_len, _ = call.key.shape
-        return read_prompt_mask(call.mask, batch=batch, kv_len=kv_len, rows=rows, device=call.key.device)
-
-    @torch.no_grad()
-    def _keep(self, call: AttentionCall, seen: PromptMask) -> None:
-        with without_autocast(call.key.device):
-            self.keep(call, seen, min(self.rows, call.query.shape[2]))
-
-    def keep(self, call: AttentionCall, seen: PromptMask, rows: int) -> None:
-        """Fill `store` (and `valid`) from the prompt."""
-        raise NotImplementedError
-
-    def store_all(self) -> None:
-        """Keep the prompt as it is."""
-        keys, values = self._prompt()
-        self.fill(_owned(keys), _owned(values))
-
-    def store_kept(self, kept: Kept) -> None:
-        """Keep the chosen tokens of the prompt; heads that the cache does not tell apart share one choice."""
-        keys, values = self._prompt()
-        self.fill(*gather_kv(keys, values, kept.indices))
-        self.valid = valid_slots(kept)
-        self.kept = kept
-
-    def fill(self, keys: Tensor, values: Tensor) -> None:
-        """Make keys [B, H, K, D] and values [B, H, K, Dv] the layer's storage, without another copy."""
-        self.store = make_store(keys, values, self.inner, announced=self.until_eviction())
-
-    def announced(self, new: int = 0) -> int:
-        """Tokens that are still to come behind `new` ones; 0 where nobody said how many."""
-        return max(0, self.expected - self.logical - new)
-
-    def until_eviction(self, new: int = 0) -> int:
-        """How many of them come before what is stored is evicted again: all, unless answers are."""
-        return self.announced(new)
-
-    def reserve(self, new: int) -> int:
-        """How many of those a store that grows takes room for at once."""
-        return min(self.until_eviction(new), RESERVE)
-
-    def _prompt(self) -> tuple[Tensor, Tensor]:
-        if self.prompt is None:
-            raise RuntimeError("the layer holds no prompt")
-        return self.prompt
+        if isinstance(phase, Reading):
+            raise interrupted(self.layer_idx)
+        if isinstance(phase, Rehearsing):
+            phase.prompt.buffer.update(key_states, value_states)
+            self.phase = dataclasses.replace(phase, new=new)
+        elif isinstance(phase, Waiting):
+            self.phase = chunked_prefill.with_chunk(self, phase, key_states, value_states)
+        else:
+            self.phase = Reading(key_states, value_states, new)
+        self.logical += new
+        keys, values = self.phase.keys, self.phase.values
+        attention_hook.expect(self, keys)
+        return keys, values
 
     def get_seq_length(self, *args: Any) -> int:
         """Every token ever given, which is what positions count."""
-        return self.logical
+        return self.logical + (self.phase.store.staged if isinstance(self.phase, Whole) else 0)
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
-        """Stored slots plus new tokens, and the distance between logical and stored positions."""
+        """Stored slots plus new tokens, and the distance between logical and stored positions.
+
+        Of the new tokens alone where the layer attends to the older ones itself.
+        """
         new = query_length if isinstance(query_length, int) else int(query_length.shape[0])
-        return self.stored + new, self.logical - self.stored
+        alone = self.phase.store.attends if isinstance(self.phase, Whole) else bool(getattr(self.phase, "held", ()))
+        if alone:
+            return new, self.logical
+        stored = self.stored
+        return stored + new, self.logical - stored
 
     def get_max_length(self) -> int:
         """No limit."""
@@ -280,15 +207,19 @@ class PromptLayer(CacheLayerMixin):
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the newest tokens: −k removes k; a positive number is the length to go back to.
 
+        New tokens that an interrupted forward never attended to go in any case.
+
         Raises:
             ValueError: as `checked_crop`.
         """
+        self.forget_new()
         remove = self.checked_crop(tokens_to_remove)
         if remove == self.logical:
             self.reset()
-        elif remove:
-            self._take_back(remove)
+        elif remove and isinstance(self.phase, Whole):
+            self.phase.store.crop(remove)
             self.logical -= remove
+            self.phase.answer.crop(remove, self.logical)
 
     def checked_crop(self, tokens_to_remove: int) -> int:
         """How many tokens `crop` would take back, at most all of them; nothing is changed.
@@ -299,127 +230,267 @@ class PromptLayer(CacheLayerMixin):
         remove = -tokens_to_remove if tokens_to_remove <= 0 else self.logical - tokens_to_remove
         if remove <= 0:
             return 0
-        if self.prompt is not None:
+        if self.reading:
             raise ValueError("crop: expected a prompt that was read to its end, got one that comes in chunks")
-        if self.kept is not None and remove > self.after_eviction():
+        if isinstance(self.phase, Evicted) and remove > self.phase.store.appended:
             raise ValueError(
-                f"crop: expected to remove at most the {self.after_eviction()} tokens after the evicted prompt, "
+                f"crop: expected to remove at most the {self.phase.store.appended} tokens after the evicted prompt, "
                 f"got {remove}"
             )
         return min(remove, self.logical)
 
-    def after_eviction(self) -> int:
-        """How many tokens came, pads included, after what the last eviction left."""
-        return self.stored if self.kept is None else self.stored - self.kept.indices.shape[2]
-
-    def _take_back(self, number: int) -> None:
-        if self.store is None:
-            return
-        self.store.crop(number)
-        if self.valid is not None:
-            self.valid = self.valid[:, :, : self.store.length]
-
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Rows in a new order, as beam search wants them."""
-        self._each(lambda x: x.index_select(0, beam_idx.to(x.device)))
+        if isinstance(self.phase, Whole):
+            self.phase.store.select_rows(beam_idx)
+            self.phase.answer.select_rows(beam_idx)
+        if isinstance(self.phase, Evicted):
+            self.phase = Evicted(self.phase.store, self.phase.answer, self.phase.kept.select_rows(beam_idx))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row `repeats` times."""
-        self._each(lambda x: x.repeat_interleave(repeats, dim=0))
+        if isinstance(self.phase, Whole):
+            self.reorder_cache(torch.arange(self.phase.store.batch, device="cpu").repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Only these rows."""
-        self._each(lambda x: x[indices.to(x.device) if isinstance(indices, Tensor) else indices, ...])
-
-    def _each(self, change: Callable[[Tensor], Tensor]) -> None:
-        if self.store is not None:
-            self.store.each(change)
-        if self.valid is not None:
-            self.valid = change(self.valid)
-        if self.kept is not None:
-            self.kept = Kept(change(self.kept.indices), change(self.kept.counts))
+        """Only these rows: their numbers, or True for each that stays."""
+        if isinstance(self.phase, Whole):
+            chosen = indices.cpu() if isinstance(indices, Tensor) else indices
+            self.reorder_cache(torch.arange(self.phase.store.batch, device="cpu")[chosen])
 
     def offload(self) -> None:
         """Kept tokens to the CPU; a prompt stays, since its attention is still to come."""
-        if self.store is not None:
-            self.store.offload()
+        if isinstance(self.phase, Whole):
+            self.phase.store.to("cpu")
 
     def prefetch(self) -> None:
         """Kept tokens back to their device."""
-        if self.store is not None:
-            self.store.prefetch()
+        if isinstance(self.phase, Whole):
+            self.phase.store.to(self.phase.store.home)
 
     def reset(self) -> None:
         """Empty again."""
-        self.store = self.prompt = self.chunks = self.valid = self.kept = self.waiting = self.seen = None
-        self.logical = 0
+        self.phase, self.logical, self.noted = EMPTY, 0, None
 
-    def tensors(self) -> list[Tensor]:
-        """Everything the layer holds in memory for keys and values."""
-        return list(self.prompt or ()) if self.store is None else self.store.buffers()
+    # -- what the attention hook calls
 
+    def attend(self, call: AttentionCall) -> Tensor | None:
+        """The attention's output where the layer computes it itself; None where the model's own attention does."""
+        return own_attention.attend(self, call)
 
-def window_of(
-    call: AttentionCall,
-    seen: PromptMask,
-    rows: int,
-    layer_idx: int,
-    *,
-    needs: frozenset[Need] = frozenset(),
-    rotate: Rotate | None = None,
-    hints: tuple[Tensor, Tensor] | None = None,
-) -> AttentionWindow:
-    """The attention call of a prompt as the methods receive it, with the last `rows` queries and what they need.
+    def before_attention(self, call: AttentionCall) -> Any:
+        """The call's mask, with filler slots hidden from new tokens."""
+        if isinstance(self.phase, Whole):
+            return self.phase.store.mask(call, uneven=self.policy.uneven)
+        return call.mask
 
-    `hints`: those rows' output [B, HQ, w, Dv] and log-sum-exp [B, HQ, w], where the attention gave them.
-    """
-    lengths = None if seen.lengths is None else to_device(seen.lengths, call.key.device)
-    query, key, value = alike(call.query[:, :, -rows:], call.key, call.value)
-    return make_window(
-        query,
-        key,
-        value,
-        scale=call.scale,
-        lengths=lengths,
-        softcap=call.softcap,
-        sink_logits=call.sink_logits,
-        mask=seen.window,
-        out=None if hints is None else hints[0],
-        lse=None if hints is None else hints[1],
-        layer_idx=layer_idx,
-        queries=call.query if "queries" in needs and call.query.shape[2] == call.key.shape[2] else None,
-        output_projection=output_projection(call.module, call.query, call.value) if "W_O" in needs else None,
-        rotate=rotate,
-    )
+    def after_attention(self, call: AttentionCall) -> None:
+        """The tokens have been attended to: decide what to store of a prompt. A failure leaves the layer empty."""
+        phase = self.phase
+        if isinstance(phase, Whole):
+            self.policy.attended(self, call)
+        elif isinstance(phase, Rehearsing):
+            self._check(phase.new, call)
+            phase.listen(self, call, phase.lse)
+        elif not isinstance(phase, Empty):
+            try:
+                self._check(phase.new, call)
+                if self.chunks == "none":
+                    self._decide(phase, call, self._read_mask(call, call.query.shape[2]))
+                    return
+                self.phase = chunked_prefill.attended(self, phase, call)
+                if self.chunks == "last" and self.policy.rehearsal is None:
+                    self.finish()
+            except BaseException:
+                self.reset()
+                raise
 
+    def _check(self, new: int, call: AttentionCall) -> None:
+        """Raise unless the call is one of inference, by the cache's model, of the tokens whose keys came last."""
+        if call.key.requires_grad:
+            raise ValueError("model: expected a forward without gradients (torch.no_grad()), got one with")
+        model = self.cache.owner()
+        if model is None or not any(call.module is part for part in model.modules()):
+            name = "model" if model is None else type(model).__name__
+            raise ValueError(f"cache: expected the {name} it was made for, got another model's {call.attention_class}")
+        if call.query.shape[2] != new:  # an image's keys are another's
+            raise attention_hook.UnsupportedModelError(
+                f"model: expected attention among a prompt's tokens, got {call.attention_class} in layer "
+                f"{self.layer_idx} with {new} keys for {call.query.shape[2]} tokens"
+            )
 
-def gather(x: Tensor, indices: Tensor) -> Tensor:
-    """[B, H, N, D] at [B, H, K] indices, as new memory; filler slots get zeros."""
-    slots = indices.clamp_min(0)[..., None].expand(-1, -1, -1, x.shape[-1])
-    return x.gather(2, slots).masked_fill_((indices == FILLER)[..., None], 0.0)
+    def _read_mask(self, call: AttentionCall, queries: int) -> PromptMask:
+        if isinstance(call.mask, PromptMask):
+            return call.mask
+        batch, _, kv_len, _ = call.key.shape
+        rows = min(self.policy.rows, queries)
+        return read_prompt_mask(call.mask, batch=batch, kv_len=kv_len, rows=rows, device=call.key.device)
 
+    @torch.no_grad()
+    def _decide(self, prompt: Prompt, call: AttentionCall, seen: PromptMask) -> None:
+        with without_autocast(call.key.device):
+            self.policy.decide(self, prompt, call, seen)
 
-def gather_kv(keys: Tensor, values: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values at the indices [B, H, K] as new memory: one launch on CUDA, `gather` twice elsewhere."""
-    if not (keys.stride(-1) == values.stride(-1) == 1 and kernels_run_on(keys.device)):
-        return gather(keys, indices), gather(values, indices)
-    from decantkv import kernels
+    # -- a prompt in chunks
 
-    return kernels.gather_kv(keys, values, indices)
+    def defer(self) -> None:
+        """A prompt may come in chunks from now on."""
+        self.chunks = "none" if isinstance(self.phase, Whole) else "more"
 
+    def expect_last(self) -> None:
+        """The next chunk is the prompt's last."""
+        self.chunks = "none" if self.chunks == "none" else "last"
 
-def valid_slots(kept: Kept) -> Tensor | None:
-    """[B, 1 or H, K] bool, which slots hold a token; None when all do. Free of waiting where the host knows."""
-    if kept.rows is not None and set(kept.rows) == {kept.indices.shape[2]}:
-        return None
-    valid = kept.valid()
-    if kept.rows is not None:
-        return valid[:, :1]
-    same = kept.counts.shape[1] == 1 or bool((kept.counts == kept.counts[:, :1]).all())
-    return None if bool(valid.all()) else valid[:, :1] if same else valid
+    def give_up(self) -> None:
+        """No more chunks are to come."""
+        self.chunks = "none"
 
+    def finish(self) -> None:
+        """The last chunk is in: decide now. Does nothing unless a prompt waits."""
+        self.give_up()
+        if not isinstance(self.phase, Waiting):
+            return
+        try:
+            chunk, call = self.phase.new, self.phase.call
+            seen = self._read_mask(call, chunk)
+            if seen.window is not None and chunk < min(self.policy.rows, call.query.shape[2]):
+                raise ValueError(
+                    "prefill_chunk_size: expected a causal mask, got another, which short chunks cannot follow"
+                )
+            self._decide(self.phase, call, seen)
+        except BaseException:
+            self.reset()
+            raise
 
-def _owned(x: Tensor) -> Tensor:
-    """The tensor alone in its storage: a view of something larger would keep all of that alive."""
-    whole = x.untyped_storage().nbytes() == x.numel() * x.element_size()
-    return x if whole else x.clone(memory_format=torch.contiguous_format)
+    # -- a passage that is run over a waiting prompt
+
+    def rehearse(self, listen: Listening, *, own: bool) -> None:
+        """Give the attention calls of what comes now to `listen`; see `Rehearsing`."""
+        if isinstance(self.phase, Waiting):
+            self.phase = Rehearsing(self.phase, listen, own)
+
+    def rehearsed(self) -> tuple[Tensor, ...]:
+        """What the queries of passages so far make of the prompt's keys."""
+        prompt = self.phase.prompt if isinstance(self.phase, Rehearsing) else self.phase
+        return prompt.rehearsed if isinstance(prompt, Waiting) else ()
+
+    def note_rehearsed(self, scores: tuple[Tensor, ...]) -> None:
+        """Put these in their place, and hold on to no tensor that the prompt lay in before its buffer grew."""
+        if isinstance(self.phase, Rehearsing):
+            prompt = dataclasses.replace(self.phase.prompt, rehearsed=scores, call=self._call(self.phase.prompt))
+            self.phase = dataclasses.replace(self.phase, prompt=prompt, lse=())
+
+    def go_back(self, length: int) -> None:
+        """Forget the passage: the prompt has `length` tokens."""
+        if not isinstance(self.phase, Rehearsing):
+            return
+        prompt, self.logical = self.phase.prompt, length
+        if prompt.buffer.length > length:
+            prompt.buffer.crop(prompt.buffer.length - length)
+        self.phase = dataclasses.replace(prompt, call=self._call(prompt))
+
+    @staticmethod
+    def _call(prompt: Waiting) -> AttentionCall:
+        """The prompt's last call with its keys and values where they lie now."""
+        call, length = prompt.call, prompt.call.key.shape[2]
+        if call.key.shape[1] != prompt.keys.shape[1]:
+            return call
+        return dataclasses.replace(call, key=prompt.keys[:, :, :length], value=prompt.values[:, :, :length])
+
+    # -- room
+
+    def announced(self, new: int = 0) -> int:
+        """Tokens that are still to come behind `new` ones; 0 where nobody said how many."""
+        return max(0, self.cache.expected - self.logical - new)
+
+    def until_eviction(self, new: int = 0) -> int:
+        """How many of them come before what is stored is evicted again: all, unless answers are."""
+        every, most = self.policy.bounds.every, self.announced(new)
+        return most if every is None else min(most, every + self.policy.rows)
+
+    def reserve(self, new: int) -> int:
+        """How many of those a store that grows takes room for at once."""
+        return min(self.until_eviction(new), RESERVE)
+
+    # -- steps that are taken back, or counted without being run
+
+    def standing(self) -> Standing:
+        """Where the layer stands, before a step that may have to be taken back without moving anything."""
+        if not isinstance(self.phase, Whole) or not isinstance(self.phase.store, RaggedStore):
+            raise RuntimeError("the layer does not attend by itself")
+        return Standing(self.logical, self.phase.store.mark(), self.phase.answer.mark())
+
+    def back_to(self, standing: Standing) -> None:
+        """Take back what came since."""
+        if isinstance(self.phase, Whole) and isinstance(self.phase.store, RaggedStore):
+            self.phase.store.back_to(standing.store)
+            self.phase.answer.back_to(standing.answer)
+            self.logical = standing.logical
+
+    def count(self, new: int) -> None:
+        """Count tokens that a recorded step stored."""
+        if isinstance(self.phase, Whole) and isinstance(self.phase.store, RaggedStore):
+            self.logical += new
+            self.phase.store.count(new)
+
+    # -- state
+
+    def forget_new(self) -> None:
+        """A forward failed: its tokens' attention is not waited for any more."""
+        if isinstance(self.phase, Whole):
+            self.phase.store.forget_staged()
+
+    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """The layer as numbers, which JSON can hold, and tensors.
+
+        Raises:
+            ValueError: a prompt is being read.
+        """
+        if self.reading:
+            raise ValueError(
+                f"cache: expected a prompt that is read to its end, got one in chunks in layer {self.layer_idx}"
+            )
+        numbers: dict[str, Any] = {"logical": self.logical}
+        if not isinstance(self.phase, Whole):
+            return numbers, {}
+        state = {f"store.{name}": x for name, x in self.phase.store.state().items()}
+        state |= {f"answer.{name}": x for name, x in self.phase.answer.state().items()}
+        if isinstance(self.phase, Evicted):
+            kept = self.phase.kept
+            numbers["rows"] = kept.rows
+            state |= {"kept.indices": kept.indices, "kept.counts": kept.counts}
+        return numbers, state
+
+    def load_state(self, numbers: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        """Hold what `state` described.
+
+        Raises:
+            KeyError, ValueError: the state contradicts itself.
+        """
+        parts: dict[str, dict[str, Tensor]] = {"store": {}, "answer": {}, "kept": {}}
+        for name, x in tensors.items():
+            part, _, rest = name.partition(".")
+            check(part in parts, f"tensors of layer {self.layer_idx}", f"of {', '.join(parts)}")
+            parts[part][rest] = x
+        self.logical = numbers["logical"]
+        if not tensors:
+            check(self.logical == 0, f"layer {self.layer_idx}", "with keys and values")
+            return
+        store = from_state(parts["store"], self.policy.bounds.store, announced=self.until_eviction())
+        check(store.appended <= self.logical >= store.stored, f"layer {self.layer_idx}", "of tokens that were read")
+        kept = self._kept_of(parts["kept"], numbers["rows"], store) if parts["kept"] else None
+        self.hold(store, self.policy.answer_of(parts["answer"], store.batch, self.logical), kept)
+
+    def _kept_of(self, state: dict[str, Tensor], rows: list[int] | None, store: Store) -> Kept:
+        indices, counts, heads = state["indices"], state["counts"], store.held().shape[1]
+        name = f"kept positions of layer {self.layer_idx}"
+        fits = indices.dim() == 3 and indices.shape[0] == store.batch and not indices.is_floating_point()
+        check(fits and (indices.shape[1] == 1 or heads in (1, indices.shape[1])), name, "[B, 1 or H, K]")
+        inside = not bool(((indices < FILLER) | (indices >= self.logical)).any())
+        check(inside, name, f"below {self.logical}, which were read")
+        slots = indices.shape[2] + store.appended
+        check(store.stored <= slots if store.attends else store.stored == slots, name, "as many as are stored")
+        held = (indices != FILLER).sum(-1)
+        same = counts.dim() == 2 and not bool((counts != held).any()) and (rows is None or len(rows) == store.batch)
+        check(same, f"counts of layer {self.layer_idx}", "of the positions kept")
+        return Kept(indices, counts, None if rows is None else tuple(rows))

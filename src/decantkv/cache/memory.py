@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
-from decantkv.cache.layer import PromptLayer
+from decantkv.cache.layer import EvictingLayer
 from decantkv.cache.report import Memory, Report, storage_bytes
 
 
@@ -41,11 +41,11 @@ class Weighing:
             On CUDA what the allocator gave since, without `output` and without layers that do not evict; workspaces
             that the first prompt of a process takes for good count as kept.
         """
-        stores = [layer.store for layer in cache.layers if isinstance(layer, PromptLayer)]
+        stores = [layer.store for layer in cache.layers if isinstance(layer, EvictingLayer)]
         room = sum(storage_bytes(store.buffers()) - store.nbytes() for store in stores if store is not None)
         if not self._devices:
             return Memory(full, held_bytes(cache) - room, "storages", room)
-        left_alone = [layer for layer in cache.layers if not isinstance(layer, PromptLayer)]
+        left_alone = [layer for layer in cache.layers if not isinstance(layer, EvictingLayer)]
         others = storage_bytes(self._counted(x for layer in left_alone for x in vars(layer).values()))
         grown = self._allocated() - self._held - others - storage_bytes(self._counted(_tensors(output)))
         return Memory(full, grown - room, "allocator", room)
@@ -58,7 +58,7 @@ def _counting_devices(module: nn.Module) -> set[torch.device]:
 
 def held_bytes(cache: DynamicCache) -> int:
     """Bytes of what the evicting layers hold, by distinct storages."""
-    return storage_bytes([x for layer in cache.layers if isinstance(layer, PromptLayer) for x in layer.tensors()])
+    return storage_bytes([x for layer in cache.layers if isinstance(layer, EvictingLayer) for x in layer.tensors()])
 
 
 def weighed(report: Report, cache: DynamicCache) -> Report:
@@ -72,7 +72,7 @@ def weighed(report: Report, cache: DynamicCache) -> Report:
 
 def undecided(cache: DynamicCache) -> bool:
     """Whether a prompt is still being read into the cache."""
-    return any(isinstance(layer, PromptLayer) and layer.prompt is not None for layer in cache.layers)
+    return any(isinstance(layer, EvictingLayer) and layer.reading for layer in cache.layers)
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:

@@ -20,7 +20,9 @@ from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 
 from decantkv.base.precision import alike, without_autocast
-from decantkv.cache.evicting_layer import EvictingLayer
+from decantkv.cache.eviction import Eviction
+from decantkv.cache.layer import EvictingLayer
+from decantkv.cache.phases import Waiting
 from decantkv.hf import attention_hook
 from decantkv.hf.attention_hook import AttentionCall, UnsupportedModelError
 from decantkv.hf.model_parts import cache_argument, decoder_of, output_projection
@@ -85,15 +87,15 @@ def rehearse_prompt(cache: DynamicCache, rehearsal: Rehearsal) -> None:
         ValueError: the prompt came as embeddings, so that its tokens cannot be run again.
     """
     read: Read | None = vars(cache).get(_READ)
-    layers = evicting_layers(cache)
+    layers = waiting_layers(cache)
     length = layers[0].logical
     if read is None or read.ids is None or read.ids.shape[1] != length:
         raise ValueError("rehearsal: expected a prompt that came as input_ids, got embeddings")
     ids = read.ids
-    keys = [layer.read_keys() for layer in layers] if rehearsal.anchors else []
+    keys = [layer.keys for layer in layers if layer.keys is not None] if rehearsal.anchors else []
     for places, total in rehearsal.passages(ids, keys, read.pads()):
         weights = (places > NOWHERE).float()
-        if rehearsal.several() and not layers[0].settings.method.takes_largest:
+        if rehearsal.several() and not _policy(layers[0]).settings.method.takes_largest:
             weights = weights / total[:, None]
         run_over(cache, tokens_at(places, ids), read, weights)
 
@@ -113,8 +115,8 @@ def run_over(cache: DynamicCache, ids: Tensor, read: Read, weights: Tensor | Non
         ids: [B, m] token ids, pads on the left.
         weights: [B, m] how much each token's queries count, 0 at pads; None: all alike.
     """
-    layers = evicting_layers(cache)
-    model = layers[0].owner() if layers[0].owner is not None else None
+    layers = waiting_layers(cache)
+    model = layers[0].cache.owner()
     if not isinstance(model, nn.Module):
         raise RuntimeError("the cache's model is gone")
     decoder, length = decoder_of(model), layers[0].logical
@@ -126,7 +128,7 @@ def run_over(cache: DynamicCache, ids: Tensor, read: Read, weights: Tensor | Non
         if "position_ids" in inspect.signature(decoder.forward).parameters:
             kwargs["position_ids"] = (mask.cumsum(-1) - 1).clamp_min(0)[:, -ids.shape[1] :]
     passage = _Passage(length, kwargs.get("attention_mask"), weights)
-    before = [layer.rehearsed for layer in layers]
+    before = [layer.rehearsed() for layer in layers]
     with _others_restored(cache), _listened(layers, passage, own=passage.mask is None):
         try:
             decoder.forward(**kwargs)
@@ -135,23 +137,30 @@ def run_over(cache: DynamicCache, ids: Tensor, read: Read, weights: Tensor | Non
         except BaseException:
             attention_hook.forget()
             for layer, scores in zip(layers, before, strict=True):
-                layer.rehearsed = scores
+                layer.note_rehearsed(scores)
             raise
 
 
-def evicting_layers(cache: DynamicCache) -> list[EvictingLayer]:
+def waiting_layers(cache: DynamicCache) -> list[EvictingLayer]:
     """The cache's layers that wait with a prompt that was read.
 
     Raises:
         ValueError: there is no such prompt.
     """
     layers = [layer for layer in cache.layers if isinstance(layer, EvictingLayer)]
-    if not layers or any(layer.waiting is None for layer in layers):
+    if not layers or any(not isinstance(layer.phase, Waiting) for layer in layers):
         raise ValueError(
             "rehearsal: expected a cache that holds a whole prompt, which it does while deferred(cache) is open, got "
             "one that is empty or was evicted"
         )
     return layers
+
+
+def _policy(layer: EvictingLayer) -> Eviction:
+    """The layer's policy, whose settings score a passage."""
+    if not isinstance(layer.policy, Eviction):
+        raise ValueError("rehearsal: expected a cache that evicts, got one that keeps everything")
+    return layer.policy
 
 
 class _Passage:
@@ -162,21 +171,21 @@ class _Passage:
         self.length, self.mask, self.heard = length, mask, 0
         self.weights = None if weights is None or bool((weights == 1).all()) else weights
 
-    def __call__(self, layer: EvictingLayer, call: AttentionCall, hints: tuple[Tensor, Tensor] | None) -> None:
+    def __call__(self, layer: EvictingLayer, call: AttentionCall, hints: tuple[Tensor, ...]) -> None:
         """Add the costs of the prompt's keys for this call's queries to the layer's scores."""
         if not call.causal:
             raise UnsupportedModelError(
                 f"rehearsal: expected causal attention, got {call.attention_class}, whose tokens see later ones"
             )
-        with layer.recorder.stopwatch.measure("rehearsal", call.key.device), without_autocast(call.key.device):
-            scores = self._score(layer, call, hints)[..., : self.length]
-            if layer.rehearsed is not None:
-                scores = layer.settings.method.add(layer.rehearsed, scores)
-            layer.rehearsed = scores.contiguous()
-        layer.let_go()
+        policy, before = _policy(layer), layer.rehearsed()
+        with policy.recorder.stopwatch.measure("rehearsal", call.key.device), without_autocast(call.key.device):
+            scores = self._score(layer, policy, call, hints)[..., : self.length]
+            if before:
+                scores = policy.settings.method.add(before[0], scores)
+            layer.note_rehearsed((scores.contiguous(),))
         self.heard += 1
 
-    def _score(self, layer: EvictingLayer, call: AttentionCall, hints: tuple[Tensor, Tensor] | None) -> Tensor:
+    def _score(self, layer: EvictingLayer, policy: Eviction, call: AttentionCall, hints: tuple[Tensor, ...]) -> Tensor:
         new, kv_len = call.query.shape[2], call.key.shape[2]
         query, key, value = alike(call.query, call.key, call.value)
         seen = None
@@ -194,17 +203,17 @@ class _Passage:
             softcap=call.softcap,
             sink_logits=call.sink_logits,
             mask=seen,
-            out=None if hints is None else hints[0],
-            lse=None if hints is None else hints[1],
+            out=hints[0] if hints else None,
+            lse=hints[1] if hints else None,
             layer_idx=layer.layer_idx,
             output_projection=output_projection(call.module, query, value)
-            if "W_O" in layer.settings.method.needs
+            if "W_O" in policy.settings.method.needs
             else None,
-            rotate=layer.rotate,
+            rotate=policy.rotate,
         )
         if self.weights is not None:
             window = dataclasses.replace(window, row_weights=self.weights[:, None].to(key.device))
-        return layer.settings.score(window)
+        return policy.settings.score(window)
 
 
 @contextmanager
@@ -214,16 +223,13 @@ def _listened(layers: Sequence[EvictingLayer], passage: _Passage, *, own: bool) 
     Args:
         own: whether layers that attend by themselves go on so: they know of pads on the left alone.
     """
-    attends = [layer.own_chunks for layer in layers]
     try:
         for layer in layers:
-            layer.rehearsing = passage
-            layer.own_chunks = layer.own_chunks and own
+            layer.rehearse(passage, own=own)
         yield
     finally:
-        for layer, before in zip(layers, attends, strict=True):
+        for layer in layers:
             layer.go_back(passage.length)
-            layer.rehearsing, layer.own_chunks = None, before
 
 
 @contextmanager

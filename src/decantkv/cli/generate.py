@@ -115,7 +115,7 @@ class Answer:
 
 def check_bounds(settings: Any, bounds: dict[str, int | None]) -> None:
     """Raise where `attach` would refuse the bounds, before a model is loaded."""
-    from decantkv.cache.positions import Bounds
+    from decantkv.cache.bounds import Bounds
 
     Bounds(**bounds).check(settings)  # type: ignore[arg-type]  # checked by it
 

@@ -18,14 +18,14 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from decantkv.cache.evicting_layer import EvictingLayer
-from decantkv.cache.ragged_layer import RaggedLayer
+from decantkv.cache.layer import EvictingLayer, Standing
+from decantkv.cache.stores.ragged import RaggedStore
 from decantkv.decode.fused_ops import Standin, in_place
 from decantkv.hf.attention_hook import CallTerms
 
@@ -91,17 +91,17 @@ class StepGraphs:
         """
         layers = [layer for layer in self._layers if isinstance(layer, EvictingLayer)]
         for layer in layers:
-            layer.outside = True
+            layer.postponed = True
         try:
             out = self._forward(original, kwargs)
         finally:
             for layer in layers:
-                layer.outside = False
+                layer.postponed = False
                 if layer.noted is not None:
                     self._calls[layer.layer_idx], layer.noted = layer.noted, None
         for layer in layers:
-            if layer.due():
-                layer.renew(self._calls[layer.layer_idx])
+            if layer.policy.due(layer):
+                layer.policy.renew(layer, self._calls[layer.layer_idx])
         return out
 
     def _forward(self, original: Forward, kwargs: dict[str, Any]) -> Any:
@@ -111,7 +111,7 @@ class StepGraphs:
                 self._trust.left[misfit] = self._trust.left.get(misfit, 0) + 1
             self._step, self._warm = None, False
             return original(**kwargs)
-        stores = [layer.lanes for layer in self._layers if isinstance(layer, RaggedLayer) and layer.lanes is not None]
+        stores = [store for _, store in self._attending()]
         place = (kwargs["input_ids"].shape, *(store.keys.data_ptr() for store in stores))
         if not self._warm or min(store.room for store in stores) < 1:
             self._step, self._warm = None, True  # the first step takes room and compiles; a full cache grows
@@ -158,36 +158,20 @@ class StepGraphs:
 
     def _state(self, logits: Tensor) -> list[Tensor]:
         """What a step must agree in: logits, then each layer's lengths, newest keys and newest values."""
-        state = [logits.clone()]
-        for layer in self._layers:
-            if isinstance(layer, RaggedLayer) and layer.lanes is not None:
-                newest = layer.lanes.starts + layer.lanes.lens - 1
-                state += [layer.lanes.lens.clone(), layer.lanes.keys[newest], layer.lanes.values[newest]]
-        return state
+        return [logits.clone(), *(x for _, store in self._attending() for x in store.newest())]
 
-    def _snapshot(self) -> list[_Standing]:
+    def _attending(self) -> list[tuple[EvictingLayer, RaggedStore]]:
+        """The layers that attend for themselves, with their stores."""
+        layers = [layer for layer in self._layers if isinstance(layer, EvictingLayer)]
+        return [(layer, layer.store) for layer in layers if isinstance(layer.store, RaggedStore)]
+
+    def _snapshot(self) -> list[Standing]:
         """Where every layer stands: what a step that went wrong is taken back to."""
-        return [
-            _Standing(
-                layer.lanes.lens.clone(),
-                [query.clone() for query in layer.recent],
-                layer.logical,
-                layer.lanes.room,
-                layer.lanes.appended,
-            )
-            for layer in self._layers
-            if isinstance(layer, RaggedLayer) and layer.lanes is not None
-        ]
+        return [layer.standing() for layer, _ in self._attending()]
 
-    def _restore(self, snapshot: Sequence[_Standing]) -> None:
-        layers = [layer for layer in self._layers if isinstance(layer, RaggedLayer) and layer.lanes is not None]
-        for layer, was in zip(layers, snapshot, strict=True):
-            if layer.lanes is not None:
-                layer.lanes.lens.copy_(was.lens)
-                for query, before in zip(layer.recent, was.recent, strict=True):
-                    query.copy_(before)
-                layer.logical, layer.lanes.room, layer.lanes.appended = was.logical, was.room, was.appended
-            layer.forget_new()
+    def _restore(self, snapshot: Sequence[Standing]) -> None:
+        for (layer, _), standing in zip(self._attending(), snapshot, strict=True):
+            layer.back_to(standing)
 
     def _misfit(self, kwargs: dict[str, Any]) -> str | None:
         """Why no graph can hold this forward; empty where nobody would expect one; None where one can."""
@@ -206,18 +190,18 @@ class StepGraphs:
         if kwargs.get("output_attentions") or kwargs.get("output_hidden_states"):
             return "attentions or hidden states are wanted"
         for layer in self._layers:
-            if not isinstance(layer, RaggedLayer) or layer.lanes is None:
+            if not isinstance(layer, EvictingLayer) or not isinstance(layer.store, RaggedStore):
                 return "some layers do not attend for themselves"
-            if layer.lanes.keys.device != ids.device:
+            if layer.store.keys.device != ids.device:
                 return "the layers are on several devices"
-            if layer.frame is not None and [query.shape[2] for query in layer.recent] != [layer.rows]:
+            if layer.answer is not None and not layer.answer.steady:
                 return "fewer queries were seen than a window holds"
         return None
 
     def _bare(self, original: Forward, kwargs: dict[str, Any], ids: Tensor, position: Tensor) -> Any:
         """The forward of one real token a row, which needs no mask."""
         plain = {name: x for name, x in kwargs.items() if not isinstance(x, Tensor)}
-        layers = [layer for layer in self._layers if isinstance(layer, RaggedLayer)]
+        layers = [layer for layer, _ in self._attending()]
         for layer in layers:
             layer.unmasked = True
         try:
@@ -227,7 +211,7 @@ class StepGraphs:
             for layer in layers:
                 layer.unmasked = False
 
-    def _rehearse(self, original: Forward, kwargs: dict[str, Any], before: Sequence[_Standing]) -> bool:
+    def _rehearse(self, original: Forward, kwargs: dict[str, Any], before: Sequence[Standing]) -> bool:
         """Whether a step runs without the host waiting for the device.
 
         A capture that fails half-way leaves the device's random numbers and pools in doubt; this finds out before.
@@ -257,21 +241,8 @@ class StepGraphs:
         return _Step(graph, ids, position, out, place)
 
     def _count(self, new: int) -> None:
-        for layer in self._layers:
-            if isinstance(layer, RaggedLayer) and layer.lanes is not None:
-                layer.logical += new
-                layer.lanes.room -= new
-                layer.lanes.appended += new
-
-
-class _Standing(NamedTuple):
-    """Where a layer stands between two steps."""
-
-    lens: Tensor
-    recent: list[Tensor]
-    logical: int
-    room: int
-    appended: int
+        for layer, _ in self._attending():
+            layer.count(new)
 
 
 class _Step:

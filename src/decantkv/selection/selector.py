@@ -52,6 +52,11 @@ class Kept:
         """Return [B, H, K] bool, True where a slot holds a token and not filler."""
         return self.indices != FILLER
 
+    def select_rows(self, rows: Tensor) -> Kept:
+        """The choice of these batch rows."""
+        indices, counts = (x.index_select(0, rows.to(x.device)) for x in (self.indices, self.counts))
+        return Kept(indices, counts)
+
     def mask(self, kv_len: int) -> Tensor:
         """Return [B, H, N] bool, True at the keys that are kept."""
         slots = torch.where(self.valid(), self.indices, kv_len)

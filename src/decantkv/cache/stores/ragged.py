@@ -8,14 +8,18 @@ for new tokens is taken when the first one comes, the same for every lane, and a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from decantkv.base.precision import without_autocast, writable
 from decantkv.base.versions import kernels_on
-from decantkv.cache.stores.dense import ROOM
+from decantkv.cache.report import storage_bytes
+from decantkv.cache.stores.dense import ROOM, DenseStore
+from decantkv.cache.stores.store import check, numbers_of
+from decantkv.hf.attention_hook import AttentionCall
+from decantkv.scoring.window import Rotate
 from decantkv.selection.selector import FILLER, Kept
 
 if TYPE_CHECKING:
@@ -24,8 +28,16 @@ if TYPE_CHECKING:
 TILE_BYTES = 8 * 2**20  # of logits and upcast keys alive at once in the torch path
 
 
+class Mark(NamedTuple):
+    """Where a store stands between two steps."""
+
+    lens: Tensor
+    room: int
+    appended: int
+
+
 class RaggedStore:
-    """One layer's kept tokens.
+    """One layer's kept tokens, which attends to them itself.
 
     Attributes:
         batch, heads: B and H; B·H lanes.
@@ -34,7 +46,10 @@ class RaggedStore:
         room: slots every lane still has free at its end.
         appended: columns given since the prompt, pads included, which is how far `crop` may go back.
         real: [B, C] bool, False where one of the first C appended columns is a pad; None while all are tokens.
+        fresh: new tokens that wait for their attention call: keys and values, or nothing.
     """
+
+    attends, hides = True, False
 
     def __init__(
         self,
@@ -51,7 +66,36 @@ class RaggedStore:
         self.batch, self.heads = batch, lens.shape[0] // batch
         self.room, self.appended = room, appended
         self.real: Tensor | None = None
+        self.fresh: tuple[Tensor, ...] = ()
+        self.home = keys.device
         self._splits: Splits | None = None
+
+    @property
+    def stored(self) -> int:
+        """The most tokens any head holds."""
+        return int(self.lens.max())
+
+    @property
+    def staged(self) -> int:
+        """Tokens given to `update` that no `append` has stored yet."""
+        return self.fresh[0].shape[2] if self.fresh else 0
+
+    @classmethod
+    def of_dense(cls, store: DenseStore) -> RaggedStore:
+        """The tokens of a dense store, in place where its memory is laid out for it."""
+        keys, values = store.keys.contiguous(), store.values.contiguous()
+        batch, heads, stored = keys.shape[:3]
+        lanes = torch.arange(batch * heads, device=keys.device)
+        filler = torch.zeros_like(lanes)
+        if store.hides:
+            filler = (~store.held()).sum(-1).expand(-1, heads).flatten()
+        ragged = cls(
+            keys.view(-1, keys.shape[3]), values.view(-1, values.shape[3]), lanes * stored + filler, stored - filler,
+            batch=batch, appended=store.appended,
+        )  # fmt: skip
+        if store.hides and store.appended:
+            ragged.real = store.held()[:, 0, stored - store.appended :]
+        return ragged
 
     @classmethod
     def from_kept(cls, keys: Tensor, values: Tensor, kept: Kept) -> RaggedStore:
@@ -68,6 +112,15 @@ class RaggedStore:
         lens = held.sum(-1)
         b, h = lane // heads, lane % heads
         return cls(keys[b, h, token], values[b, h, token], lens.cumsum(0) - lens, lens, batch=batch)
+
+    def update(self, keys: Tensor, values: Tensor, *, reserve: int = 0) -> tuple[Tensor, Tensor]:
+        """Hold new tokens until their attention call, which alone says which of them are pads; `append` stores them."""
+        self.fresh = keys, values
+        return keys, values
+
+    def forget_staged(self) -> None:
+        """No attention call comes for the new tokens."""
+        self.fresh = ()
 
     def append(self, keys: Tensor, values: Tensor, real: Tensor | None = None, *, reserve: int = 0) -> None:
         """Write new tokens behind each lane's own.
@@ -171,22 +224,45 @@ class RaggedStore:
             out[lane] = acc / total.where(total > 0, 1.0)[:, None]
         return out.view(q.shape[0], -1, new, width).to(q.dtype)
 
-    def right_aligned(self) -> tuple[Tensor, Tensor]:
-        """Keys [B, H, L, D] and values [B, H, L, Dv], L the longest lane; left of a lane's tokens lies anything."""
+    def mask(self, call: AttentionCall, *, uneven: bool) -> Any:
+        """Not for a store that attends itself."""
+        raise RuntimeError("the model's own attention cannot read a ragged store")
+
+    def held(self) -> Tensor:
+        """[B, H, L] bool: which slots of `right_aligned` hold a token."""
+        longest = int(self.lens.max())
+        place = torch.arange(longest, device=self.lens.device)
+        return (place >= longest - self.lens[:, None]).view(self.batch, self.heads, longest)
+
+    def later(self, logical: int) -> Tensor:
+        """[B, H, appended] positions of the appended columns, FILLER at pads."""
+        place = torch.arange(logical - self.appended, logical, device=self.lens.device)
+        return torch.where(self.columns(), place, FILLER)[:, None].expand(-1, self.heads, -1)
+
+    def renumber(self, kept: Kept, logical: int, rotate: Rotate) -> None:
+        """As `Store.renumber`, right after the eviction."""
+        ends = (self.starts + self.lens)[self.lanes()]
+        behind = ends - torch.arange(ends.shape[0], device=ends.device)  # 1 at a lane's last slot
+        ahead = logical - behind - kept.indices[kept.valid()]
+        self.keys = rotate(self.keys[None, None], ahead[None])[0, 0]
+
+    def right_aligned(self, mask: Any = None) -> tuple[Tensor, Tensor, list[int]]:
+        """As `Store.right_aligned`, where heads hold equally many; left of a lane's tokens lies anything."""
         longest = int(self.lens.max())
         place = torch.arange(longest, device=self.lens.device)
         slots = (self.starts + self.lens)[:, None] - longest + place
         slots = slots.clamp_min(0)
         shape = (self.batch, self.heads, longest)
-        return self.keys[slots].view(*shape, -1), self.values[slots].view(*shape, -1)
+        held = self.lens.view(self.batch, -1)[:, 0].tolist()
+        return self.keys[slots].view(*shape, -1), self.values[slots].view(*shape, -1), held
 
-    def refill(self, keys: Tensor, values: Tensor, lens: Tensor) -> None:
+    def refill(self, keys: Tensor, values: Tensor, kept: Kept, *, announced: int = 0) -> RaggedStore:
         """Replace what the lanes hold by fewer tokens; storage stays, and what is freed becomes room.
 
         Args:
-            keys: [B, H, K, D]; values: [B, H, K, Dv]; the last lens[r] of each lane are its tokens.
-            lens: [B·H] int64, none above what the lane holds.
+            keys: [B, H, K, D]; values: [B, H, K, Dv]; the last `kept.counts` of each lane are its tokens.
         """
+        lens = kept.counts.flatten()
         place = torch.arange(keys.shape[2], device=keys.device)
         held = place >= keys.shape[2] - lens[:, None]
         slots = (self.starts[:, None] + place - (keys.shape[2] - lens)[:, None])[held]
@@ -196,6 +272,7 @@ class RaggedStore:
         self.values.index_copy_(0, slots, values.flatten(0, 1)[held])
         self.lens.copy_(lens)
         self.room, self.appended, self.real = int((self._capacity() - lens).min()), 0, None
+        return self
 
     def crop(self, number: int) -> None:
         """Take back the newest `number` columns: from each lane the tokens among them, which pads are not.
@@ -274,6 +351,34 @@ class RaggedStore:
         """Everything that is held in memory."""
         return [self.keys, self.values, self.starts, self.lens]
 
+    def buffers(self) -> list[Tensor]:
+        """Keys and values, room included."""
+        return [self.keys, self.values]
+
+    def nbytes(self) -> int:
+        """Bytes of keys and values; a store has no room before the first new token."""
+        return storage_bytes(self.buffers())
+
+    def mark(self) -> Mark:
+        """Where the store stands; a step that went wrong is taken back to it."""
+        return Mark(self.lens.clone(), self.room, self.appended)
+
+    def back_to(self, mark: Mark) -> None:
+        """Forget what was appended since, without moving anything."""
+        self.lens.copy_(mark.lens)
+        self.room, self.appended = mark.room, mark.appended
+        self.forget_staged()
+
+    def count(self, new: int) -> None:
+        """Count columns that a recorded step wrote, whose lengths move on the device."""
+        self.room -= new
+        self.appended += new
+
+    def newest(self) -> list[Tensor]:
+        """Each lane's length, newest key and newest value."""
+        last = self.starts + self.lens - 1
+        return [self.lens.clone(), self.keys[last], self.values[last]]
+
     def state(self) -> dict[str, Tensor]:
         """The store as plain tensors, for safetensors or torch.save."""
         numbers = torch.tensor([self.batch, self.room, self.appended], device="cpu")
@@ -290,13 +395,26 @@ class RaggedStore:
         names = ("keys", "values", "starts", "lens", "numbers")
         if missing := [name for name in names if name not in state]:
             raise ValueError(f"state: expected the tensors {', '.join(names)}, got none named {', '.join(missing)}")
-        batch, room, appended = (int(n) for n in state["numbers"])
-        starts, lens = state["starts"], state["lens"]
-        slots = min(state["keys"].shape[0], state["values"].shape[0])
-        if starts.shape != lens.shape or lens.shape[0] % batch or bool((starts + lens + room > slots).any()):
-            raise ValueError(f"state: expected lanes inside {slots} slots, got others")
-        store = cls(state["keys"], state["values"], starts, lens, batch=batch, room=room, appended=appended)
-        store.real = state.get("real")
+        keys, values, starts, lens = (state[name] for name in names[:4])
+        real = state.get("real")
+        batch, room, appended = numbers_of(state, 3)
+        fits = (
+            keys.dim() == values.dim() == 2 and starts.dim() == lens.dim() == 1 and starts.shape == lens.shape
+            and not starts.is_floating_point() and not lens.is_floating_point() and keys.shape[0] == values.shape[0]
+            and batch >= 1 and lens.shape[0] >= 1 and lens.shape[0] % batch == 0 and room >= 0 and appended >= 0
+            and keys.is_floating_point() and keys.dtype == values.dtype
+        )  # fmt: skip
+        check(fits and not bool((starts < 0).any() | (lens < 0).any()), "lanes", "inside their storage")
+        check(
+            real is None or (real.dim() == 2 and real.dtype == torch.bool and real.shape[0] == batch),
+            "real columns", "[B, columns]",
+        )  # fmt: skip
+        first, order = starts.sort()
+        ends = first + lens[order] + room
+        apart = int(ends[-1]) <= keys.shape[0] and not bool((ends[:-1] > first[1:]).any())
+        check(apart, "lanes", "inside their storage, beside one another")
+        store = cls(keys, values, starts, lens, batch=batch, room=room, appended=appended)
+        store.real = real
         return store
 
     @classmethod

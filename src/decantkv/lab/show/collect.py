@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from decantkv.cache.evicting_cache import EvictingCache, cache_argument, new_recorder
-from decantkv.cache.layer import PromptLayer
+from decantkv.cache.layer import EvictingLayer
 from decantkv.hf.attention_hook import AttentionCall
 from decantkv.hf.masks import PromptMask
 from decantkv.hf.model_parts import rotation
@@ -193,7 +193,7 @@ def _generate(model: PreTrainedModel, input_ids: Tensor, cache: Any, max_new_tok
     return ids
 
 
-def _kept(layer: PromptLayer, shape: tuple[int, ...]) -> np.ndarray:
+def _kept(layer: EvictingLayer, shape: tuple[int, ...]) -> np.ndarray:
     """[H, N] bool: what a layer stored of its prompt."""
     if layer.kept is None:
         return np.ones(shape, dtype=bool)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,16 +11,16 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from decantkv import scoring
+from decantkv.cache.call_window import window_of
 from decantkv.cache.evicting_cache import cache_argument, replace_layers, text_config
-from decantkv.cache.layer import PromptLayer, window_of
-from decantkv.hf import attention_hook
+from decantkv.cache.layer import EvictingLayer
+from decantkv.cache.phases import Prompt
+from decantkv.cache.policy import Policy
 from decantkv.hf.attention_hook import AttentionCall, Hold
 from decantkv.hf.masks import PromptMask
 from decantkv.scoring.window import make_window
 
 OnPrompt = Callable[[int, AttentionCall, PromptMask], None]
-
-_serial = itertools.count()
 
 
 class WatchedCache(DynamicCache):  # type: ignore[misc]  # transformers' caches are untyped
@@ -37,13 +36,13 @@ class WatchedCache(DynamicCache):  # type: ignore[misc]  # transformers' caches 
         super().__init__(config=text_config(model))
         self.answer: dict[int, Tensor] = {}  # by layer, [H, N] float64 summed weight of the answer's rows
         self.answer_rows = 0
-        cache_id = next(_serial)
-        replace_layers(self, model, lambda layer_idx: _WatchedLayer(layer_idx, cache_id, rows, on_prompt, self))
+        self.prompt_len = 0  # N
+        replace_layers(self, model, _Watching(rows, on_prompt, self))
         self._hold = Hold(model)
 
     def prompt_layers(self) -> list[int]:
         """The layers that hold a full prompt, which are those that eviction acts on."""
-        return [i for i, layer in enumerate(self.layers) if isinstance(layer, _WatchedLayer)]
+        return [i for i, layer in enumerate(self.layers) if isinstance(layer, EvictingLayer)]
 
     def add(self, layer_idx: int, call: AttentionCall) -> None:
         """Add the new rows' attention to the prompt."""
@@ -63,12 +62,6 @@ class WatchedCache(DynamicCache):  # type: ignore[misc]  # transformers' caches 
         if layer_idx == self.prompt_layers()[0]:
             self.answer_rows += rows
 
-    @property
-    def prompt_len(self) -> int:
-        """N."""
-        layer = self.layers[self.prompt_layers()[0]]
-        return int(layer.read)
-
     def take_answer(self) -> dict[int, Tensor]:
         """[H, N] by layer: the mean weight that the answer's rows so far gave each prompt token; then start anew."""
         mean = {layer: mass / max(self.answer_rows, 1) for layer, mass in self.answer.items()}
@@ -79,30 +72,22 @@ class WatchedCache(DynamicCache):  # type: ignore[misc]  # transformers' caches 
         """Back to the prompt alone."""
         for i in self.prompt_layers():
             layer = self.layers[i]
-            layer.crop(layer.read - layer.logical)
+            layer.crop(self.prompt_len - layer.logical)
 
 
-class _WatchedLayer(PromptLayer):
-    def __init__(self, layer_idx: int, cache_id: int, rows: int, on_prompt: OnPrompt, cache: WatchedCache) -> None:
-        super().__init__(layer_idx, cache_id, rows)
-        self.on_prompt, self.cache, self.read = on_prompt, cache, 0
+class _Watching(Policy):
+    listens = True
 
-    def keep(self, call: AttentionCall, seen: PromptMask, rows: int) -> None:
-        self.on_prompt(self.layer_idx, call, seen)
-        self.read = self.logical
-        self.store_all()
+    def __init__(self, rows: int, on_prompt: OnPrompt, cache: WatchedCache) -> None:
+        self.rows, self.on_prompt, self.cache = rows, on_prompt, cache
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        keys, values = super().update(key_states, value_states, *args, **kwargs)
-        if self.prompt is None:
-            attention_hook.expect(self, keys)
-        return keys, values
+    def decide(self, layer: EvictingLayer, prompt: Prompt, call: AttentionCall, seen: PromptMask) -> None:
+        self.on_prompt(layer.layer_idx, call, seen)
+        self.cache.prompt_len = layer.logical
+        layer.hold_all(prompt)
 
-    def after_attention(self, call: AttentionCall) -> None:
-        if self.prompt is None:
-            self.cache.add(self.layer_idx, call)
-        else:
-            super().after_attention(call)
+    def attended(self, layer: EvictingLayer, call: AttentionCall) -> None:
+        self.cache.add(layer.layer_idx, call)
 
 
 def attend(model: PreTrainedModel, cache: WatchedCache, answer: Sequence[int]) -> dict[int, Tensor]:

@@ -1,0 +1,308 @@
+"""A prompt's eviction in one layer: score by its own attention call, select, compact, write down."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from decantkv.base.precision import without_autocast
+from decantkv.cache import re_eviction, token_cap
+from decantkv.cache.bounds import UNBOUNDED, Bounds
+from decantkv.cache.call_window import window_of
+from decantkv.cache.layer_contest import LayerContest
+from decantkv.cache.phases import KEPT_WHOLE, Answer, Prompt, Waiting, Whole
+from decantkv.cache.policy import Policy
+from decantkv.cache.positions import Trail
+from decantkv.cache.re_eviction import EvictedAnswer
+from decantkv.cache.report import LayerRecord, Recorder
+from decantkv.cache.stores import DENSE
+from decantkv.cache.stores.dense import DenseStore
+from decantkv.cache.stores.ragged import RaggedStore
+from decantkv.cache.stores.store import Store
+from decantkv.hf.attention_hook import AttentionCall, CallTerms
+from decantkv.hf.masks import PromptMask
+from decantkv.scoring.rehearsal import Rehearsal
+from decantkv.scoring.window import AttentionWindow, Rotate
+from decantkv.selection.allocation import UNIFORM, Shared
+from decantkv.selection.selector import Kept
+from decantkv.selection.tensor_parallel import Peers
+from decantkv.settings import Settings
+
+if TYPE_CHECKING:
+    from decantkv.cache.layer import EvictingLayer
+
+
+@dataclass(frozen=True, eq=False)
+class Eviction(Policy):
+    """Keep the costliest tokens of each prompt.
+
+    Attributes:
+        settings: what to evict by, and how much to keep.
+        recorder: where evictions are written down.
+        bounds: on what is stored at once.
+        shared: one set for all heads of a layer.
+        rotate: turns keys by positions, for methods that need it.
+        attends_twice: the model makes two attention calls a layer, of which the cache sees one.
+        read_again: later layers attend to a layer's keys by calls that the cache does not see.
+        own: layers may attend to what they store by themselves.
+        peers: processes that hold the layers' other heads.
+        contest: of all layers for one budget, where layers compete.
+    """
+
+    settings: Settings
+    recorder: Recorder
+    bounds: Bounds = UNBOUNDED
+    shared: bool = False
+    rotate: Rotate | None = None
+    attends_twice: bool = False
+    read_again: bool = False
+    own: bool = True
+    peers: Peers | None = None
+    contest: LayerContest | None = None
+
+    @property
+    def rows(self) -> int:  # type: ignore[override]
+        """As `Policy.rows`."""
+        return self.settings.rows
+
+    @property
+    def every_query(self) -> bool:  # type: ignore[override]
+        """As `Policy.every_query`."""
+        return "queries" in self.settings.method.needs
+
+    @property
+    def listens(self) -> bool:  # type: ignore[override]
+        """As `Policy.listens`."""
+        return self.bounds.every is not None
+
+    @property
+    def uneven(self) -> bool:  # type: ignore[override]
+        """As `Policy.uneven`."""
+        return self.settings.allocation.by_layer
+
+    @property
+    def rehearsal(self) -> Rehearsal | None:  # type: ignore[override]
+        """As `Policy.rehearsal`."""
+        return self.settings.rehearsal
+
+    # -- a prompt
+
+    def decide(self, layer: EvictingLayer, prompt: Prompt, call: AttentionCall, seen: PromptMask) -> None:
+        """Score, select, compact; a prompt within its budget is kept whole."""
+        keys, slots, device = prompt.keys, prompt.slots, prompt.keys.device
+        if self.bounds.every is not None:
+            self.check_stored_heads(call, prompt, "every")
+        self._check_cap(prompt)
+        held = seen.lengths if seen.lengths is not None else (keys.shape[2],) * keys.shape[0]
+        lengths = slots.seen(held)
+        wanted = self.settings.n_keep(lengths)
+        counts = [min(n, most) for n, most in zip(wanted, held, strict=True)]
+        if counts != wanted:
+            self.recorder.capped = True
+        answer = re_eviction.begin(self, layer, call.query, lengths, counts)
+        before = sum({x.data_ptr(): x.nbytes for x in (keys, prompt.values)}.values())  # slack of chunks apart
+        before = before * layer.logical // keys.shape[2]  # of all that was read, not of what early chunks left
+        contested = False
+        if counts == list(held):
+            kept_counts = torch.tensor(counts, device=device)[:, None].expand(-1, keys.shape[1])
+            left = slots.left(kept_counts, counts)
+            self._hold(layer, prompt, call, self._stored_whole(layer, prompt, seen, left), answer, left)
+        else:
+            kept = self._choose(layer, prompt, call, seen, counts)
+            with self.recorder.stopwatch.measure("compaction", device):
+                store = self._stored(layer, prompt, call, kept)
+                self._hold(layer, prompt, call, store, answer, slots.origin(kept))
+            kept_counts, contested = kept.counts, self.contest is not None
+        if contested and self.contest is not None:
+            for settled, counts_of, seen_by, full in self.contest.note(layer, lengths, before):
+                self._record(settled, seen_by, counts_of, full)
+        else:
+            self._record(layer, lengths, kept_counts, before)
+
+    def _stored_whole(self, layer: EvictingLayer, prompt: Prompt, seen: PromptMask, left: Kept | None) -> DenseStore:
+        """All of the prompt, or all that a cap left of it."""
+        kind = DENSE[self.bounds.store]
+        store = kind.of_all(prompt.keys, prompt.values, seen.lengths, announced=layer.until_eviction())
+        store.whole = left is None
+        return store
+
+    def _stored(self, layer: EvictingLayer, prompt: Prompt, call: AttentionCall, kept: Kept) -> Store:
+        """The kept tokens; heads that the cache does not tell apart share one choice."""
+        store: Store
+        if self.settings.allocation.ragged:
+            store = RaggedStore.from_kept(prompt.keys, prompt.values, kept)
+        else:
+            kind, announced = DENSE[self.bounds.store], layer.until_eviction()
+            store = kind.from_kept(prompt.keys, prompt.values, kept, announced=announced)
+        self.check_filler(store, call.attention_class)
+        if self.rotate is not None and self.settings.method.renumbers:
+            store.renumber(kept, layer.logical, self.rotate)
+        return store
+
+    def _hold(
+        self, layer: EvictingLayer, prompt: Prompt, call: AttentionCall, store: Store, answer: Answer, kept: Kept | None
+    ) -> None:
+        """Hold the store, where the layer attends by itself as a ragged one."""
+        same_heads = call.key.shape[1] == prompt.keys.shape[1]
+        own = self.own and same_heads and call.causal and not self.attends_twice and self.bounds.own(call.key.device)
+        layer.hold(RaggedStore.of_dense(store) if own and isinstance(store, DenseStore) else store, answer, kept)
+
+    def _choose(
+        self, layer: EvictingLayer, prompt: Prompt, call: AttentionCall, seen: PromptMask, counts: list[int]
+    ) -> Kept:
+        heads, stopwatch, device = prompt.keys.shape[1], self.recorder.stopwatch, prompt.keys.device
+        with stopwatch.measure("scoring", device):
+            win = window_of(
+                call, seen, self.rows, layer.layer_idx, needs=self.settings.method.needs, rotate=self.rotate,
+                hints=self._hints(prompt),
+            )  # fmt: skip
+            scores = self._scores(prompt, win)
+        # a latent cache (MLA) stores one head for all, some models repeat heads after the cache
+        shared = self.shared or call.key.shape[1] != heads
+        with stopwatch.measure("selection", device):
+            kept = self._select(layer, prompt, scores, win, seen.lengths, shared, counts)
+        if call.key.shape[1] != heads:
+            kept = Kept(kept.indices[:, :1].expand(-1, heads, -1), kept.counts[:, :1].expand(-1, heads), kept.rows)
+        return kept
+
+    def _scores(self, prompt: Prompt, win: AttentionWindow) -> Tensor:
+        """[B, HK, N] by the prompt's last queries, by those of a rehearsal, or by both."""
+        if not prompt.rehearsed:
+            return self.settings.score(win)
+        if self.rehearsal is None or not self.rehearsal.window:
+            return prompt.rehearsed[0]
+        return self.settings.beside(prompt.rehearsed[0], self.settings.score(win), win.window)
+
+    def _hints(self, prompt: Prompt) -> tuple[Tensor, Tensor] | None:
+        """What the attention gave beside its output; the record says how often it did, and why not."""
+        if not self.bounds.reuse_lse:
+            return None
+        if isinstance(prompt.lse, tuple):
+            self.recorder.count("reused_lse")
+            return prompt.lse
+        self.recorder.count_reason("without_lse", prompt.lse or "the prompt came in chunks")
+        return None
+
+    def _select(
+        self, layer: EvictingLayer, prompt: Prompt, scores: Tensor, win: AttentionWindow,
+        lengths: Sequence[int] | None, shared: bool, counts: list[int],
+    ) -> Kept:  # fmt: skip
+        settings, terms = self._terms(layer, prompt, counts)
+        terms |= {"win": win, "lengths": lengths, "layer": layer.place, "shared": shared}
+        if self.contest is None:
+            return settings.choose(scores, peers=self.peers, **terms)
+        width = prompt.keys.shape[3] + prompt.values.shape[3]
+        return self.contest.enter(layer, settings.order(scores, **terms), width)
+
+    def _terms(self, layer: EvictingLayer, prompt: Prompt, counts: list[int]) -> tuple[Settings, dict[str, Any]]:
+        """The settings for what is stored, and what they cannot know of it: counts, and where protected tokens lie."""
+        trail = prompt.slots
+        if not isinstance(trail, Trail):
+            return self.settings, {}
+        spans = self.settings.protect
+        forced = trail.inside(spans, [layer.logical - n for n in trail.given]) if spans else None
+        settings = dataclasses.replace(self.settings, protect=())
+        if spans and settings.allocation.by_layer:  # a layer's share is never below what is forced into it
+            rule = settings.allocation
+            counts = [
+                rule.layer_budget(n, self.settings.fixed(seen), length, *layer.place)
+                for n, seen, length in zip(counts, trail.given, trail.held, strict=True)
+            ]
+            settings = dataclasses.replace(settings, allocation=UNIFORM)
+        return settings, {"n_keep": counts, "forced": forced}
+
+    def _record(self, layer: EvictingLayer, lengths: Sequence[int], counts: Tensor, bytes_before: int) -> None:
+        """Write down what was kept."""
+        raised, unscored = self.settings.raised(lengths), self.settings.unscored(lengths)
+        after = 0 if layer.store is None else layer.store.nbytes()
+        self.recorder.add(
+            LayerRecord(layer.layer_idx, tuple(lengths), counts, bytes_before, after, raised, unscored)
+        )  # fmt: skip
+
+    # -- rounds of eviction before and after
+
+    def choose_round(self, win: AttentionWindow, lengths: list[int], counts: list[int], forced: Tensor | None) -> Kept:
+        """The slots each head keeps in one round; every head of a row keeps equally many.
+
+        Args:
+            win: over the stored tokens.
+            lengths: real tokens stored by each row; counts: how many of them stay.
+            forced: [B, H, N] bool, slots that stay whatever their score; None: none beyond window and sinks.
+        """
+        self.recorder.count("rounds")
+        one = self.shared or isinstance(self.settings.allocation, Shared)
+        plain = dataclasses.replace(self.settings, protect=(), allocation=Shared() if one else UNIFORM)
+        stopwatch = self.recorder.stopwatch
+        with stopwatch.measure("scoring", win.k.device):
+            scores = plain.score(win)
+        with stopwatch.measure("selection", win.k.device):
+            return plain.choose(
+                scores, win=win, lengths=lengths, shared=self.shared, n_keep=counts, forced=forced, peers=self.peers
+            )
+
+    def thinned(self, layer: EvictingLayer, prompt: Waiting, call: AttentionCall) -> Waiting:
+        """As `Policy.thinned`."""
+        if self.bounds.max_kv_tokens is None:
+            return prompt
+        with without_autocast(call.key.device):
+            return token_cap.thin(self, layer, prompt, call, self.bounds.max_kv_tokens)
+
+    def attended(self, layer: EvictingLayer, call: AttentionCall) -> None:
+        """Every so many tokens, evict from all that is stored."""
+        if not isinstance(layer.answer, EvictedAnswer):
+            return
+        layer.answer.remember(call.query)
+        if layer.postponed:
+            layer.noted = CallTerms.of(call)
+        elif self.due(layer):
+            self.renew(layer, CallTerms.of(call))
+
+    def due(self, layer: EvictingLayer) -> bool:
+        """As `Policy.due`."""
+        every, answer = self.bounds.every, layer.answer
+        return every is not None and isinstance(answer, EvictedAnswer) and layer.logical - answer.renewed >= every
+
+    @torch.no_grad()
+    def renew(self, layer: EvictingLayer, terms: CallTerms) -> None:
+        """As `Policy.renew`."""
+        if isinstance(layer.phase, Whole):
+            with without_autocast(layer.phase.store.buffers()[0].device):
+                re_eviction.renew(self, layer, terms)
+
+    def answer_of(self, state: Mapping[str, Tensor], batch: int, logical: int) -> Answer:
+        """As `Policy.answer_of`."""
+        return EvictedAnswer.from_state(state, batch=batch, logical=logical, rows=self.rows) if state else KEPT_WHOLE
+
+    # -- what cannot be evicted
+
+    def _check_cap(self, prompt: Prompt) -> None:
+        """Raise where a prompt that was to be thinned chunk by chunk came in one piece."""
+        most, chunk, length = self.bounds.max_kv_tokens, self.bounds.prefill_chunk, prompt.keys.shape[2]
+        thinned = isinstance(prompt.slots, Trail)
+        if most is not None and chunk is not None and not thinned and length > max(most, chunk):
+            raise ValueError(
+                f"max_kv_tokens: expected a prompt in chunks of {chunk}, by generate or a loop under deferred, "
+                f"got {length} tokens at once"
+            )
+
+    def check_filler(self, store: Store, attention_class: str) -> None:
+        """Raise where filler is stored that a call which the cache does not see would take for tokens."""
+        if (self.attends_twice or self.read_again) and store.hides:
+            why = "which attends twice a layer" if self.attends_twice else "whose keys later layers read again"
+            raise ValueError(
+                f"input_ids: expected prompts that keep equally many tokens with {attention_class}, {why}, "
+                "got rows of unequal length"
+            )
+
+    def check_stored_heads(self, call: AttentionCall, prompt: Prompt, option: str) -> None:
+        """Raise ValueError where the attention reads other heads than those stored: no round can score by them."""
+        if call.key.shape[1] != prompt.keys.shape[1]:
+            raise ValueError(
+                f"{option}: expected a model that attends to the heads it caches, got {call.attention_class}, which "
+                "makes its heads from what it caches"
+            )

@@ -1,0 +1,81 @@
+"""What the layers of one cache have in common: what they do with a prompt, and whose cache it is."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from decantkv.cache.bounds import UNBOUNDED, Bounds
+from decantkv.cache.identity import Adapters
+from decantkv.cache.phases import KEPT_WHOLE, Answer, Prompt, Waiting
+from decantkv.hf.attention_hook import AttentionCall, CallTerms
+from decantkv.hf.masks import PromptMask
+from decantkv.scoring.rehearsal import Rehearsal
+
+if TYPE_CHECKING:
+    from decantkv.cache.layer import EvictingLayer
+
+
+class Policy:
+    """What layers do with a prompt that they have read. Policies do not change while a cache lives.
+
+    Attributes:
+        rows: how many of the last queries a decision looks at.
+        bounds: on what is stored at once.
+        every_query: a decision looks at all of the prompt's queries.
+        listens: `attended` wants every attention call, also when no slot is hidden.
+        uneven: layers of one cache may store different numbers of tokens.
+        rehearsal: what is run over a prompt before it is decided what to keep.
+        attends_twice: the model makes two attention calls a layer, of which the cache sees one.
+    """
+
+    rows: int = 1
+    bounds: Bounds = UNBOUNDED
+    every_query: bool = False
+    listens: bool = False
+    uneven: bool = False
+    attends_twice: bool = False
+    rehearsal: Rehearsal | None = None
+
+    def decide(self, layer: EvictingLayer, prompt: Prompt, call: AttentionCall, seen: PromptMask) -> None:
+        """The prompt was read: store what stays of it, by `layer.hold`."""
+        raise NotImplementedError
+
+    def attended(self, layer: EvictingLayer, call: AttentionCall) -> None:
+        """Tokens after the prompt have attended to what `layer` holds."""
+
+    def thinned(self, layer: EvictingLayer, prompt: Waiting, call: AttentionCall) -> Waiting:
+        """The prompt after a chunk, of which a cap may leave less."""
+        return prompt
+
+    def due(self, layer: EvictingLayer) -> bool:
+        """Whether an answer has come far enough for its next eviction."""
+        return False
+
+    def renew(self, layer: EvictingLayer, terms: CallTerms) -> None:
+        """Evict from prompt and answer alike."""
+
+    def answer_of(self, state: Mapping[str, Tensor], batch: int, logical: int) -> Answer:
+        """What `Answer.state` described."""
+        return KEPT_WHOLE
+
+
+class CacheState:
+    """Whose cache it is, and what is known of it as a whole.
+
+    Attributes:
+        cache_id: tells caches apart.
+        owner: the model that the cache is for.
+        holds: what must stay in place while a layer lives, whatever cache it is moved to.
+        expected: the length that prompt and answer may reach; 0 where nobody said so.
+        adapters: those that were active when the prompt was read.
+    """
+
+    def __init__(self, cache_id: int, model: nn.Module) -> None:
+        self.cache_id, self.owner = cache_id, weakref.ref(model)
+        self.holds: tuple[object, ...] = ()
+        self.expected = 0
+        self.adapters: Adapters = ()
