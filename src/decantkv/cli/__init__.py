@@ -61,10 +61,10 @@ OTHERS = "decantkv.commands"  # the entry-point group by which other packages ad
 
 @functools.cache
 def build() -> Any:
-    """The command with all its subcommands, those of other packages included.
+    """Return the command with all its subcommands, also those of other packages.
 
     Raises:
-        ValueError: another package's command has the name of one of ours.
+        ValueError: another package's command has the name of a built-in one.
     """
     added = list(entry_points(group=OTHERS))
     if taken := sorted({entry.name for entry in added} & set(COMMANDS)):
@@ -97,13 +97,13 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _name(error: Exception) -> str:
-    """The error's class, with its module unless that is Python's own: struct.error is not "error"."""
+    """Return the name of an error's class, with its module unless that is Python's own: "struct.error", not "error"."""
     kind = type(error)
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def fail(message: str, *, code: int = 2) -> int:
-    """Say what went wrong in one line."""
+    """Print one line about what went wrong."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     console.print(f"[bold red]error:[/] {escape(' '.join(message.split()))}", markup=True)
     return code

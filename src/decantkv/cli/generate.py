@@ -92,7 +92,7 @@ def generate(
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model and the prompt it is going to read."""
+    """A model and the prompt that it will read."""
 
     model: Any
     tokenizer: Any
@@ -100,13 +100,13 @@ class Loaded:
 
     @property
     def length(self) -> int:
-        """Tokens of the prompt."""
+        """Number of tokens of the prompt."""
         return int(self.inputs["input_ids"].shape[1])
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What was generated, in which time; the report is None of a full cache."""
+    """A generated answer, its times, and its report; the report is None for a full cache."""
 
     text: str
     seconds: float
@@ -114,14 +114,14 @@ class Answer:
 
 
 def check_bounds(settings: Any, bounds: dict[str, int | None]) -> None:
-    """Raise where `attach` would refuse the bounds, before a model is loaded."""
+    """Raise if `attach` would refuse the bounds; called before a model is loaded."""
     from decantkv.cache.bounds import Bounds
 
     Bounds(**bounds).check(settings)  # type: ignore[arg-type]  # checked by it
 
 
 def read(model_name: str, text: str, settings: Any, *, max_new_tokens: int, raw: bool, beyond: bool = False) -> Loaded:
-    """Load a model and encode its prompt, which is checked before the weights are read.
+    """Load a model and encode its prompt; the prompt is checked before the weights are read.
 
     Raises:
         ValueError: no model, no tokens, a span outside the prompt, or a prompt beyond the model's context.
@@ -154,7 +154,7 @@ def run(
     stream: bool,
     save: Path | None = None,
 ) -> Answer:
-    """Generate an answer, by a full cache where there are no settings."""
+    """Generate an answer; without settings, from a full cache."""
     import torch
 
     from decantkv.attachment import attach
@@ -199,7 +199,7 @@ def streamer(tokenizer: Any) -> Any:
 
 @contextmanager
 def reading(loaded: Loaded, what: str) -> Iterator[None]:
-    """Show on the terminal how much of the prompt was read; all traces go with its last token."""
+    """Show on the terminal how much of the prompt was read, until all of it was."""
     layers = stack(loaded.model)
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     console = Console(stderr=True)
@@ -226,7 +226,7 @@ def reading(loaded: Loaded, what: str) -> Iterator[None]:
 
 
 def stack(model: Any) -> list[Any]:
-    """Return the decoder's layers; none where the model's layout is not the usual one."""
+    """Return the decoder's layers, or an empty list if the model's layout is not the usual one."""
     from torch.nn import ModuleList
 
     count = model.config.get_text_config(decoder=True).num_hidden_layers
@@ -235,7 +235,7 @@ def stack(model: Any) -> list[Any]:
 
 
 def tell(answer: Answer, full: Answer | None, save: Path | None) -> None:
-    """Print what stands beside the answer: the full cache's own, the report, the file."""
+    """Print what goes with the answer: the full cache's answer, the report, the saved file."""
     if full is not None:
         same = "the same answer" if full.text == answer.text else "another answer"
         write(f"\nfull cache, {same}:\n{full.text}")
@@ -248,7 +248,7 @@ def tell(answer: Answer, full: Answer | None, save: Path | None) -> None:
 
 
 def read_prompt(path: Path, question: str) -> str:
-    """The prompt's text with the question after it.
+    """Return the prompt's text, followed by the question.
 
     Raises:
         ValueError: no file, nothing in it, or bytes that are not UTF-8.
@@ -271,14 +271,14 @@ def read_prompt(path: Path, question: str) -> str:
 
 
 def parse_budget(text: str) -> Budget:
-    """The budget that a text names, as everywhere."""
+    """Return the budget that a text names; see `Budget.parse`."""
     from decantkv.selection.budget import Budget
 
     return Budget.parse(text)
 
 
 def parse_span(text: str) -> tuple[int, int]:
-    """START:STOP as two whole numbers."""
+    """Return START:STOP as two whole numbers."""
     start, colon, stop = text.partition(":")
     if not colon or not start.isdigit() or not stop.isdigit():
         raise ValueError(f"protect: expected START:STOP in tokens, got {text!r}")
@@ -286,7 +286,7 @@ def parse_span(text: str) -> tuple[int, int]:
 
 
 def parse_option(text: str) -> tuple[str, Any]:
-    """NAME=VALUE with the value as a number or a truth value where it is one."""
+    """Return NAME=VALUE as a pair; a value that reads as a number or a truth value becomes one."""
     name, equals, value = text.partition("=")
     if not equals or not name:
         raise ValueError(f"option: expected NAME=VALUE, got {text!r}")

@@ -1,4 +1,4 @@
-"""`decantkv methods`: what there is to choose from."""
+"""`decantkv methods`: the list of methods."""
 
 from __future__ import annotations
 

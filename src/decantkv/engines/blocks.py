@@ -2,7 +2,7 @@
 
 With P prompt tokens and blocks of `block_size`, t = ⌊P/block_size⌋ is the block that the first new token goes to and
 P − t·block_size prompt tokens lie in it. Those stay where they are, so they are always kept; the other kept tokens fill
-m whole blocks. m depends on P alone, never on a score: whoever knows P knows the layout.
+m whole blocks. m depends on P alone, never on a score, so that every process can compute the layout from P.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from decantkv.settings import Settings
 
 @dataclass(frozen=True)
 class Plan:
-    """What becomes of one prompt's blocks.
+    """The layout of one prompt's blocks after eviction.
 
     Attributes:
         prompt_len: P tokens.
@@ -42,27 +42,27 @@ class Plan:
 
     @property
     def evicts(self) -> bool:
-        """Whether anything is dropped."""
+        """Whether any token is dropped."""
         return self.first_block > 0
 
     @property
     def tail(self) -> int:
-        """Prompt tokens in the partial block."""
+        """Number of prompt tokens in the partial block."""
         return self.prompt_len - self.tail_block * self.block_size
 
     @property
     def chosen(self) -> int:
-        """Tokens that each KV head chooses for the whole blocks."""
+        """Number of tokens that each KV head chooses for the whole blocks."""
         return self.kept_blocks * self.block_size
 
     @property
     def kept(self) -> int:
-        """Prompt tokens that each KV head keeps."""
+        """Number of prompt tokens that each KV head keeps."""
         return self.chosen + self.tail
 
     @property
     def dropped(self) -> int:
-        """Prompt tokens that each KV head drops: as many as the freed blocks hold."""
+        """Number of prompt tokens that each KV head drops: as many as the freed blocks hold."""
         return self.first_block * self.block_size
 
 
@@ -78,7 +78,7 @@ class BlockSettings(Settings):
 
     @classmethod
     def of(cls, settings: Settings, block_size: int) -> Self:
-        """The same settings in blocks.
+        """Return the same settings, in blocks.
 
         Raises:
             TypeError, ValueError: `block_size` is no positive whole number.
@@ -87,11 +87,11 @@ class BlockSettings(Settings):
         return replace(cls(**own), block_size=expect_int("block_size", block_size, at_least=1))
 
     def n_keep(self, lengths: Sequence[int]) -> list[int]:
-        """Tokens each head keeps: the budget, filled up to whole blocks and the prompt's partial one."""
+        """Return the tokens that each head keeps: the budget, in whole blocks, and the prompt's partial block."""
         return [self.plan(length).kept for length in lengths]
 
     def plan(self, length: int) -> Plan:
-        """The layout of a prompt of `length` tokens: fewest blocks that hold the budget and all that is protected.
+        """Return the layout of a prompt of `length` tokens: the fewest blocks that hold budget and protected tokens.
 
         Raises:
             ValueError: as `Settings.n_keep`.

@@ -48,7 +48,7 @@ class H2O(Method):
         return streams.column_mass(win, self._expect_need(win, "queries"), impl=impl)
 
     def tail(self, n_keep: int, fixed: int) -> int:
-        """Return the tokens of the recent share of the budget that are not always kept already."""
+        """Return how many last tokens are always kept: the `recent` share of the budget beyond the fixed ones."""
         return int((n_keep - fixed) * self.recent)
 
     @property

@@ -1,1 +1,1 @@
-"""What an engine's plug-in decides without importing the engine."""
+"""Parts of a plug-in that do not import the engine."""

@@ -1,4 +1,4 @@
-"""What the user asked of the plug-in, read from vLLM's additional configuration or from the environment."""
+"""The plug-in's options, read from vLLM's additional configuration or from the environment."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Asked:
 
     Attributes:
         settings: how prompts are evicted, not yet in blocks.
-        strict: vLLM stops where eviction is refused; otherwise it says so once and serves without.
-        raw: what they were read from, as JSON holds it.
+        strict: whether vLLM stops if eviction is refused; otherwise it logs the reason once and serves without.
+        raw: the options as given, in JSON.
     """
 
     settings: Settings
@@ -32,10 +32,10 @@ class Asked:
 
     @classmethod
     def parse(cls, raw: object) -> Asked:
-        """Check the options; those that are no argument of `decantkv.attach` are the method's own.
+        """Check the options; names that are no argument of `decantkv.attach` are the method's own.
 
         Raises:
-            TypeError, ValueError: no mapping, an option nobody knows, or one out of its range.
+            TypeError, ValueError: no mapping, an unknown option, or one out of its range.
         """
         if not isinstance(raw, Mapping):
             raise TypeError(f'decantkv: expected options such as {{"budget": 0.1}}, got {raw!r}')
@@ -49,12 +49,12 @@ class Asked:
         return cls(Settings.parse(options.pop("method", "dropkv"), **options), strict, dict(raw))
 
     def in_blocks(self, block_size: int) -> BlockSettings:
-        """The settings for a pool with blocks of `block_size` tokens."""
+        """Return the settings for a pool with blocks of `block_size` tokens."""
         return BlockSettings.of(self.settings, block_size)
 
 
 def is_strict(raw: object) -> bool:
-    """Whether a refusal shall stop vLLM.
+    """Return whether a refusal shall stop vLLM.
 
     Raises:
         TypeError: neither true nor false.
@@ -66,10 +66,10 @@ def is_strict(raw: object) -> bool:
 
 
 def read(additional_config: object) -> object:
-    """What was asked for, unchecked: vLLM's own option first, then the environment; None where nothing was.
+    """Return the options, unchecked: those in vLLM's configuration, else those in the environment, else None.
 
     Raises:
-        ValueError: the environment's is no JSON.
+        ValueError: the environment variable holds no JSON.
     """
     own = additional_config.get(KEY) if isinstance(additional_config, Mapping) else None
     if own is not None:

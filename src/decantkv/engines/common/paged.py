@@ -1,4 +1,4 @@
-"""What `decantkv.kernels.paged` computes, in plain torch with a dense copy a request: slow, anywhere, for tests."""
+"""`decantkv.kernels.paged` in plain torch, with a dense copy per request: slow, on any device, for tests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from decantkv.scoring.window import make_window
 
 
 def gather_paged(cache: Tensor, table: Tensor, length: int) -> Tensor:
-    """One request's keys or values [H, N, D], copied out of their pages.
+    """Return one request's keys or values [H, N, D], copied out of their pages.
 
     Args:
         cache: [blocks, block_size, H, D]. table: [nblocks] integers.
@@ -38,7 +38,7 @@ def score_paged(
     impl: Any = "torch",
     **options: Any,
 ) -> Tensor:
-    """[R, H, N] float32; arguments as in `decantkv.kernels.paged.score_paged`, `impl` as in `scoring.compute`."""
+    """Return scores [R, H, N] float32; arguments as in `kernels.paged.score_paged`, `impl` as in `scoring.compute`."""
     n_keys = block_table.shape[1] * k_cache.shape[1] if max_len is None else max_len
     scores = torch.full((q.shape[0], k_cache.shape[2], n_keys), -torch.inf, device=q.device)
     if output_projection is not None:
@@ -62,7 +62,7 @@ def compact_paged(
     *,
     counts: Tensor | None = None,
 ) -> None:
-    """In place; arguments as in `decantkv.kernels.paged.compact_paged`. Each request's kept tokens are copied first."""
+    """Compact in place; arguments as in `kernels.paged.compact_paged`. Each request's kept tokens are copied first."""
     size, heads = k_cache.shape[1], torch.arange(k_cache.shape[2], device=k_cache.device)[:, None]
     for row, first in enumerate(first_block.tolist()):
         kept = index[row] if counts is None else index[row, :, index.shape[2] - int(counts[row]) :]

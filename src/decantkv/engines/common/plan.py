@@ -1,4 +1,4 @@
-"""What becomes of a prompt's blocks, in whole numbers that scheduler and workers compute alike."""
+"""The layout of a prompt's blocks after eviction. Scheduler and workers compute it alike."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["Plan", "Plans", "plan"]
 
 
 def plan(prompt_len: int, settings: BlockSettings) -> Plan:
-    """The layout of a prompt: its last m whole blocks keep chosen tokens, the blocks before them are freed.
+    """Return the layout of a prompt: its last m whole blocks keep chosen tokens, the blocks before them are freed.
 
     Each KV head gathers its m·block_size tokens and writes them into the blocks [t − m, t); block t stays as it is.
     From then on the request reads its blocks from t − m on, and its length is shorter by the freed blocks' tokens.
@@ -24,7 +24,7 @@ def plan(prompt_len: int, settings: BlockSettings) -> Plan:
 
 
 class Plans(dict[int, Plan]):
-    """`plan` under one setting, by prompt length, remembered: every step asks for every row's."""
+    """A cache of `plan` by prompt length, under one setting: every step needs every row's plan."""
 
     def __init__(self, settings: BlockSettings) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""One step as eviction sees it: which rows read a compacted cache, which still read their prompt, which finish it."""
+"""One engine step: which rows read a compacted cache, which still read their prompt, which finish it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ Ints = npt.NDArray[np.int64]
 
 
 class Queries(NamedTuple):
-    """Queries of a prompt's window that one step computes.
+    """The queries of a prompt's window that one step computes.
 
     Attributes:
-        row: of the batch.
-        request_id: whose they are.
-        start, stop: the step's tokens that hold them.
-        place: of the first among the window's w rows.
-        plan: of the prompt.
+        row: number of the batch row.
+        request_id: the request of that row.
+        start: first of the step's tokens that holds them.
+        stop: the token after the last one.
+        place: position of the first query among the window's w rows.
+        plan: layout of the prompt.
         last: whether the prompt ends with them, so that its blocks are compacted after this step's attention.
     """
 
@@ -39,13 +40,13 @@ class Queries(NamedTuple):
 
 @dataclass(frozen=True)
 class Step:
-    """What a step does beside attending.
+    """What one step does besides attention.
 
     Attributes:
-        first_blocks: [rows] int32, blocks that a row's table skips: those freed once its prompt was read.
-        queries: of prompts that will be evicted, a run of the window each.
-        alive: requests whose remembered queries are still needed.
-        settings: how they are evicted.
+        first_blocks: [rows] int32, number of blocks that a row's table skips: those freed after its prompt was read.
+        queries: window queries of the prompts that will be evicted, at most one run per prompt.
+        alive: requests whose stored queries are still needed.
+        settings: how prompts are evicted.
     """
 
     first_blocks: npt.NDArray[np.int32]
@@ -60,7 +61,7 @@ class Step:
 
     @property
     def finishing(self) -> tuple[Queries, ...]:
-        """The prompts that end in this step."""
+        """Return the prompts that end in this step."""
         return tuple(run for run in self.queries if run.last)
 
 
@@ -68,7 +69,7 @@ def read_step(batch: Batch, plans: Plans, starts: Ints, seq_lens: Ints) -> Step:
     """Sort the rows of a step.
 
     Args:
-        plans: of the requests' prompts.
+        plans: layouts of the requests' prompts.
         starts: [rows + 1] where each row's tokens begin in the step.
         seq_lens: [rows] tokens of each request with this step's.
 
@@ -89,7 +90,7 @@ def read_step(batch: Batch, plans: Plans, starts: Ints, seq_lens: Ints) -> Step:
 
 
 def _queries(batch: Batch, plans: Plans, row: int, starts: Ints, computed: int, seen: int) -> Queries | None:
-    """The window's queries among a row's tokens, of a prompt that will be evicted; None without any."""
+    """Return the window's queries among a row's tokens, or None if there are none or the prompt is not evicted."""
     made, window = plans[int(batch.prompt_lens[row])], plans.settings.rows
     if not made.evicts:
         return None
@@ -107,16 +108,16 @@ def _queries(batch: Batch, plans: Plans, row: int, starts: Ints, computed: int, 
 
 
 def end_of_chunk(computed: int, wanted: int, made: Plan, *, window: int, graphs: bool) -> int:
-    """How many of `wanted` tokens a step may read of a request that has `computed`.
+    """Return how many of `wanted` tokens a step may read of a request that has `computed`.
 
-    A chunk never goes past the prompt's end: what a preempted request had answered is read again only after its
-    prompt was evicted, as the first time. Where steps of one token a row are replayed as CUDA graphs, in which none of
-    our code runs, the window's queries come in chunks of two or more.
+    A chunk never goes past the prompt's end: a preempted request reads its answer again only after its prompt was
+    evicted, as the first time. If steps of one token per row are replayed as CUDA graphs, in which the plug-in's code
+    does not run, the window's queries come in chunks of two or more.
 
     Args:
-        made: of the request's prompt.
-        window: w rows.
-        graphs: whether steps of one token a row are replayed.
+        made: layout of the request's prompt.
+        window: number w of window rows.
+        graphs: whether steps of one token per row are replayed as CUDA graphs.
 
     Returns:
         At most `wanted`; 0: not in this step.

@@ -1,4 +1,4 @@
-"""Block tables that begin behind the freed blocks."""
+"""Block tables that begin after the freed blocks."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 class ShiftedTables:
-    """Block tables and lengths without the freed head blocks, in buffers that keep their place in memory.
+    """Block tables and lengths without the freed head blocks, in buffers with fixed addresses.
 
-    CUDA graphs read from the addresses they saw at capture, so every build writes here, shifted or not.
+    CUDA graphs read from the addresses of their capture, so every step writes into these buffers, shifted or not.
     """
 
     def __init__(self, rows: int, columns: int, block_size: int, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""The queries of prompts' windows, of one layer: they may come in several chunks."""
+"""Window queries of one layer, which may come in several chunks."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from decantkv.engines.common.steps import Queries, Step
 
 
 class Windows:
-    """Remembers what the last chunk will need; a prompt read in one piece leaves nothing here.
+    """Store window queries until the prompt's last chunk; a prompt that is read in one piece stores nothing.
 
-    w·HQ·D numbers for each prompt that is between chunks.
+    It holds w·HQ·D numbers per prompt between chunks.
     """
 
     def __init__(self, rows: int) -> None:
@@ -18,13 +18,13 @@ class Windows:
         self._held: dict[str, Tensor] = {}
 
     def take(self, step: Step, query: Tensor) -> list[tuple[Queries, Tensor]]:
-        """The prompts that end in this step, with their whole windows.
+        """Return the prompts that end in this step, with their whole windows.
 
         Args:
             query: [tokens, HQ, D] of the step.
 
         Returns:
-            A [w, HQ, D] tensor for each of `step.finishing`.
+            One [w, HQ, D] tensor per prompt of `step.finishing`.
         """
         for name in [name for name in self._held if name not in step.alive]:
             del self._held[name]  # aborted between chunks

@@ -1,6 +1,6 @@
-"""DropKV inside stock vLLM: a plug-in that vLLM loads by itself and that does nothing until it is asked to.
+"""DropKV inside stock vLLM: a plug-in that vLLM loads by itself and that does nothing until an option switches it on.
 
-Ask with `--additional-config '{"decantkv": {"budget": 0.1}}'` or, in every process's environment,
+Switch it on with `--additional-config '{"decantkv": {"budget": 0.1}}'` or, in every process's environment,
 `DECANTKV_CONFIG='{"budget": 0.1}'`.
 """
 

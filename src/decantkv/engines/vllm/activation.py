@@ -1,4 +1,4 @@
-"""Switching the plug-in on: decided once in the process that reads the options, then followed by every worker."""
+"""Switch the plug-in on: one process reads the options and decides, and every worker follows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger("vllm.decantkv")
 
 
 def install() -> None:
-    """Watch for options; vLLM itself is untouched until a configuration asks for eviction."""
+    """Watch for options; vLLM is unchanged until a configuration switches eviction on."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.worker.worker_base import WorkerBase
 
@@ -40,10 +40,10 @@ def install() -> None:
 
 
 def decide(config: Any) -> None:
-    """Write into a new configuration whether it evicts, so that every process it travels to does the same.
+    """Write into a new configuration whether it evicts, so that every process that receives it does the same.
 
     Raises:
-        ValueError, TypeError: eviction is refused and `strict` was asked for.
+        ValueError, TypeError: eviction is refused and `strict` is set.
     """
     from decantkv.engines.vllm.refusals import check
 
@@ -74,16 +74,16 @@ def _note(config: Any, value: object) -> None:
 
 
 def noted(config: Any) -> object:
-    """What was decided for a configuration: the options, or None where it does not evict."""
+    """Return the options decided for a configuration, or None if it does not evict."""
     raw = config.additional_config.get(KEY) if isinstance(config.additional_config, dict) else None
     return None if raw == REFUSED else raw
 
 
 def overrides(config: Any) -> dict[Any, str]:
-    """The backends that are replaced on this platform, as vLLM's registry names them.
+    """Return the backends that are replaced on this platform, by their names in vLLM's registry.
 
     Raises:
-        ValueError: no backend of ours for the platform, or another plug-in has replaced one of them.
+        ValueError: there is no evicting backend for the platform, or another plug-in has replaced one of them.
     """
     from vllm.v1.attention.backends import registry
 
@@ -99,7 +99,7 @@ def overrides(config: Any) -> dict[Any, str]:
 
 
 def activate(worker: Any, config: Any) -> None:
-    """Make a worker evict where its configuration says so, and leave it alone where it does not."""
+    """Make a worker evict if its configuration says so, and leave it alone otherwise."""
     from vllm.v1.attention import selector
     from vllm.v1.attention.backends import registry
 
@@ -130,7 +130,7 @@ def activate(worker: Any, config: Any) -> None:
 
 
 def _give_back(registry: Any) -> bool:
-    """Undo the overrides that an earlier, evicting engine of this process left; whether there were any."""
+    """Undo the overrides of an earlier, evicting engine of this process; return whether there were any."""
     ours = {registry.AttentionBackendEnum[name]: path for names in BACKENDS.values() for name, path in names.items()}
     held = [backend for backend, path in ours.items() if registry._ATTN_OVERRIDES.get(backend) == path]
     for backend in held:
@@ -139,7 +139,7 @@ def _give_back(registry: Any) -> bool:
 
 
 def carry_counters() -> None:
-    """A worker's counters leave its process with the next step's output."""
+    """Send a worker's counters out of its process with the next step's output."""
     from vllm.v1.outputs import ModelRunnerOutput
 
     def carrying(make: Callable[..., Any]) -> Callable[..., Any]:
@@ -156,7 +156,7 @@ def carry_counters() -> None:
 
 
 def show_counters() -> None:
-    """What engines counted, in the registry behind /metrics of this process."""
+    """Add the engines' counters to the registry behind /metrics of this process."""
     from vllm.v1.metrics.loggers import StatLoggerManager
 
     def starting(start: Callable[..., Any]) -> Callable[..., Any]:

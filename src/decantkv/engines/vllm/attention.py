@@ -1,4 +1,4 @@
-"""What our backends add to vLLM's: shifted tables when metadata is built, eviction after a prompt's last attention."""
+"""Additions to vLLM's attention backends: shifted tables in the metadata, eviction after a prompt's last attention."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class EvictingBuilder:
         self._rows = max(vllm_config.scheduler_config.max_num_seqs, largest or 0)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
-        """The backend's own metadata over shifted tables, with the step beside it."""
+        """Return the backend's own metadata over shifted tables, with the step attached."""
         if self.eviction is None:
             return super().build(common_prefix_len, common_attn_metadata, fast_build)  # type: ignore[misc]
         step = self._step(common_attn_metadata)
@@ -57,7 +57,7 @@ class EvictingBuilder:
         return metadata
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
-        """Metadata of a dummy batch."""
+        """Return metadata of a dummy batch."""
         with told(None):
             return super().build_for_cudagraph_capture(common_attn_metadata)  # type: ignore[misc]
 
@@ -91,7 +91,7 @@ class EvictingBuilder:
         return replace(common, **changed)
 
     def _to_device(self, numbers: Any, device: torch.device) -> Tensor:
-        """Row counts on the device; most steps have those of the step before."""
+        """Return row counts on the device; they are reused if they are those of the step before."""
         if self._first is None or not np.array_equal(numbers, self._first[0]):
             self._first = numbers, to_device([int(n) for n in numbers], device)
         return self._first[1]
@@ -114,7 +114,7 @@ class EvictingImpl:
         *args: Any,
         **kwargs: Any,
     ) -> Tensor:
-        """vLLM's own attention, and eviction behind it; shapes are vLLM's."""
+        """Attend as vLLM does, then evict; shapes are vLLM's."""
         out: Tensor = super().forward(  # type: ignore[misc]
             layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
         )

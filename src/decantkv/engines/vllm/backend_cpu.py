@@ -1,4 +1,4 @@
-"""vLLM's CPU backend, evicting: keys and values are gathered through the block table and written back in its layout."""
+"""vLLM's CPU backend with eviction: keys and values are gathered through the block table, then written back."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class DropKVCPUBuilder(EvictingBuilder, CPUAttentionMetadataBuilder):
 
 
 class DropKVCPUImpl(EvictingImpl, CPUAttentionBackendImpl):
-    """Attends as ever; then the prompts that ended are scored and compacted."""
+    """The backend's attention, followed by eviction of the prompts that ended."""
 
     def evict(
         self,
@@ -42,7 +42,7 @@ class DropKVCPUImpl(EvictingImpl, CPUAttentionBackendImpl):
         block_table: Tensor,
         settings: BlockSettings,
     ) -> None:
-        """One prompt after the other, gathered."""
+        """Gather and evict one prompt after the other."""
         number, heads, size, _ = kv_cache.shape
         k_cache, v_cache = kv_cache.view(number, heads, size * 2, -1).chunk(2, dim=2)
         width = self.head_size
@@ -69,7 +69,7 @@ class DropKVCPUImpl(EvictingImpl, CPUAttentionBackendImpl):
 
 
 class DropKVCPUBackend(CPUAttentionBackend):
-    """In place of CPU_ATTN while a worker evicts."""
+    """The backend that replaces CPU_ATTN while a worker evicts."""
 
     evicts = True
 

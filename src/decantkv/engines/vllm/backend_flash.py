@@ -1,4 +1,4 @@
-"""vLLM's FlashAttention backend, evicting."""
+"""vLLM's FlashAttention backend with eviction."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class DropKVFlashBuilder(EvictingGPUBuilder, FlashAttentionMetadataBuilder):
 
 
 class DropKVFlashImpl(EvictingGPUImpl, FlashAttentionImpl):
-    """Attends as ever; then the prompts that ended are scored and compacted."""
+    """The backend's attention, followed by eviction of the prompts that ended."""
 
 
 class DropKVFlashBackend(FlashAttentionBackend):
-    """In place of FLASH_ATTN while a worker evicts."""
+    """The backend that replaces FLASH_ATTN while a worker evicts."""
 
     evicts = True
 

@@ -1,4 +1,4 @@
-"""What vLLM's Triton and FlashAttention backends have in common, evicting through the block table."""
+"""Common parts of the evicting Triton and FlashAttention backends: eviction through the block table."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from decantkv.engines.vllm.eviction import Heads, evict_paged
 
 
 class EvictingGPUBuilder(EvictingBuilder):
-    """Tables keep their place, and graphs hold steps of one token a row alone: no prompt ends inside a replay."""
+    """Tables keep their addresses, and graphs hold only steps of one token per row: no prompt ends inside a replay."""
 
     persistent = True
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
@@ -33,6 +33,6 @@ class EvictingGPUImpl(EvictingImpl):
         block_table: Tensor,
         settings: BlockSettings,
     ) -> None:
-        """All prompts that ended, by kernels that read and write through the table."""
+        """Evict all prompts that ended, by kernels that read and write through the table."""
         k_cache, v_cache = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
         evict_paged(finished, k_cache, v_cache, block_table, Heads.of(self), settings)

@@ -1,4 +1,4 @@
-"""vLLM's Triton backend, evicting."""
+"""vLLM's Triton backend with eviction."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class DropKVTritonBuilder(EvictingGPUBuilder, TritonAttentionMetadataBuilder):
 
 
 class DropKVTritonImpl(EvictingGPUImpl, TritonAttentionImpl):
-    """Attends as ever; then the prompts that ended are scored and compacted."""
+    """The backend's attention, followed by eviction of the prompts that ended."""
 
 
 class DropKVTritonBackend(TritonAttentionBackend):
-    """In place of TRITON_ATTN while a worker evicts."""
+    """The backend that replaces TRITON_ATTN while a worker evicts."""
 
     evicts = True
 

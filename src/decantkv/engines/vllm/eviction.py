@@ -22,7 +22,7 @@ QUANTITIES: dict[type[Method], str] = {DropKV: "perturbation", SnapKV: "attentio
 
 @dataclass(frozen=True)
 class Heads:
-    """How a layer attends, beside its queries, keys and values.
+    """The terms of a layer's attention besides queries, keys and values.
 
     Attributes:
         scale: factor of q·k.
@@ -41,7 +41,7 @@ class Heads:
         return cls(float(impl.scale), softcap, getattr(impl, "sinks", None))  # type: ignore[attr-defined]
 
     def window(self, queries: Tensor, keys: Tensor, values: Tensor) -> AttentionWindow:
-        """One prompt as the methods see it.
+        """Return the attention window of one prompt.
 
         Args:
             queries: [w, HQ, D]. keys: [H, N, D]. values: [H, N, Dv].
@@ -53,7 +53,7 @@ class Heads:
 
 @torch.no_grad()
 def choose(win: AttentionWindow, settings: BlockSettings, made: Plan) -> Tensor:
-    """[H, m·block_size] int64: the tokens of each KV head that go into the whole blocks, ascending."""
+    """Return [H, m·block_size] int64: the tokens of each KV head for the whole blocks, ascending."""
     kept = settings.choose(settings.score(win), win=win)
     return kept.indices[0, :, : made.chosen]  # the tail comes last and stays where it is
 
@@ -104,7 +104,7 @@ def _scores_paged(
     heads: Heads,
     settings: BlockSettings,
 ) -> Tensor | None:
-    """[R, H, longest prompt] float32, or None where no kernel scores by the method."""
+    """Return [R, H, longest prompt] float32, or None if no kernel scores by the method."""
     method = settings.method
     covered = type(method) in QUANTITIES and not method.needs
     if not covered or settings.impl not in ("auto", "triton"):
@@ -127,7 +127,7 @@ def _scores_paged(
 
 
 def kernels_for(device: torch.device) -> ModuleType:
-    """The kernels on paged storage; on a CPU what they compute, in torch."""
+    """Return the kernels on paged storage, or on a CPU the same functions in torch."""
     from decantkv.engines.common import paged
 
     if device.type != "cuda":

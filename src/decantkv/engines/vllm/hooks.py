@@ -1,4 +1,4 @@
-"""Wrapping a method of vLLM's, once in a process."""
+"""Wrap a method of vLLM, once per process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MARK = "_decantkv_wrapped"
 
 
 def wrap(owner: Any, name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Put `around(method)` in the place of `owner`'s method; a second call for the same place does nothing."""
+    """Replace a method of `owner` by `around(method)`; a second call for the same method does nothing."""
     original = getattr(owner, name)
     if getattr(original, MARK, False):
         return

@@ -1,4 +1,4 @@
-"""From a worker's attention layers to specifications that evict."""
+"""Cache specifications with eviction for a worker's attention layers."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from decantkv.engines.vllm.spec import DropKVSpec
 
 
 def evicting_specs(specs: dict[str, Any], asked: Asked, config: Any) -> dict[str, Any]:
-    """The same layers, evicting.
+    """Return the specifications of the same layers, with eviction.
 
     Args:
-        specs: of a worker's layers, by name.
+        specs: specifications of a worker's layers, by name.
         config: vLLM's `VllmConfig`, which holds the layers.
 
     Raises:
-        ValueError: a layer that cannot evict; by now every process has been told to, so vLLM stops.
+        ValueError: a layer cannot evict. All other processes already evict, so vLLM stops.
     """
     layers = config.compilation_config.static_forward_context
     for name, spec in specs.items():

@@ -1,4 +1,4 @@
-"""What the plug-in does not do, each in one sentence; asked before vLLM starts anything."""
+"""Refusals: what the plug-in does not support, each in one sentence, checked before vLLM starts anything."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LEAST_CHUNK = 4  # tokens a step must be able to read of a prompt
 
 
 def check(config: Any, asked: Asked, version: str | None) -> None:
-    """Raise where eviction cannot be exact, or would not happen.
+    """Raise if eviction could not be exact, or would not happen.
 
     Args:
         config: vLLM's `VllmConfig`.
@@ -94,7 +94,7 @@ def _settings(config: Any, asked: Asked) -> Iterator[str]:
 
 
 def budget_below_a_block(asked: Asked, longest: int, block_size: int) -> str | None:
-    """The sentence for a budget that fills no block even of the longest prompt; None where it does."""
+    """Return the refusal of a budget that fills no block even of the longest prompt, or None if it fills one."""
     budget = asked.settings.budget
     tokens = budget.tokens if budget.share is None else math.floor(budget.share * longest)
     if tokens is None or tokens >= block_size:

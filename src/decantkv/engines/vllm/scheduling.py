@@ -1,4 +1,4 @@
-"""Where vLLM's scheduler follows the plan: prefix hits end before the compacted blocks, chunks end with the prompt."""
+"""Changes to vLLM's scheduler: prefix hits end before the compacted blocks, chunks end with the prompt."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def follow(manager: type) -> None:
 
 
 def evicting(cache: Any, manager: type) -> Any | None:
-    """The evicting manager among a `KVCacheManager`'s, or None."""
+    """Return the evicting manager of a `KVCacheManager`, or None."""
     return next((one for one in cache.coordinator.single_type_managers if isinstance(one, manager)), None)
 
 
 def _cap_hits(manager: type) -> None:
-    """A prompt's last blocks are read anew: they will be compacted, and the window's queries are needed."""
+    """Cap prefix hits before a prompt's last blocks: those will be compacted, and the window's queries are needed."""
 
     def capping(lookup: Callable[..., Any]) -> Callable[..., Any]:
         def get_computed_blocks(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
@@ -46,7 +46,7 @@ def _cap_hits(manager: type) -> None:
 
 @contextmanager
 def _at_most(coordinator: Any, tokens: int) -> Iterator[None]:
-    """While open, the coordinator finds hits of so many tokens at most."""
+    """Return a context in which the coordinator finds hits of at most `tokens` tokens."""
     find = coordinator.find_longest_cache_hit
 
     def find_longest_cache_hit(block_hashes: Any, max_cache_hit_length: int, *args: Any, **kwargs: Any) -> Any:
@@ -104,7 +104,7 @@ def _shortened(scheduler: Any, manager: type, request: Any, computed: int, wante
 
 
 def _count() -> None:
-    """Counters travel with what a worker answers, then with the engine's statistics."""
+    """Carry counters in a worker's output, then in the engine's statistics."""
 
     def updating(update: Callable[..., Any]) -> Callable[..., Any]:
         def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:

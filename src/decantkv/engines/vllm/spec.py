@@ -1,4 +1,4 @@
-"""The cache specification of an evicting layer, and the manager that frees and caches a request's blocks by it."""
+"""The cache specification of an evicting layer, and the manager that frees and publishes a request's blocks."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ class DropKVSpec(FullAttentionSpec):
     """A full-attention layer whose prompts are evicted.
 
     Attributes:
-        eviction: travels from the workers to the scheduler with the specification, so that all follow one.
+        eviction: the settings; they travel from the workers to the scheduler with the specification.
     """
 
     eviction: BlockSettings | None = None
 
     @classmethod
     def of(cls, spec: FullAttentionSpec, eviction: BlockSettings) -> Self:
-        """The layer's own specification, evicting."""
+        """Return the layer's own specification, with eviction."""
         own = {field.name: getattr(spec, field.name) for field in fields(spec) if field.init}
         return cls(**own, eviction=eviction)
 
     @classmethod
     def merge(cls, specs: list[Self]) -> Self:
-        """One specification for layers that share a block table.
+        """Return one specification for layers that share a block table.
 
         Raises:
             ValueError: layers that evict differently.
@@ -45,7 +45,7 @@ class DropKVSpec(FullAttentionSpec):
 
 
 class DropKVManager(FullAttentionManager):
-    """Gives a prompt's head blocks back once it was read, and publishes none that was compacted or read from one."""
+    """Frees a prompt's head blocks after it was read; publishes no block that was compacted or computed from one."""
 
     def __init__(self, kv_cache_spec: DropKVSpec, *args: Any, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, *args, **kwargs)
@@ -55,7 +55,7 @@ class DropKVManager(FullAttentionManager):
         self._freed: dict[str, int] = {}  # prompt tokens of the requests whose head blocks are gone
 
     def plan(self, prompt_len: int) -> Plan:
-        """What becomes of a prompt."""
+        """Return the layout of a prompt's blocks."""
         return self._plans[prompt_len]
 
     def remove_skipped_blocks(
@@ -80,14 +80,14 @@ class DropKVManager(FullAttentionManager):
         ENGINE.add(prompts_evicted=1, tokens_kept=made.kept, tokens_dropped=made.dropped, blocks_freed=freed)
 
     def cache_blocks(self, request: Any, num_tokens: int, *args: Any, **kwargs: Any) -> None:
-        """Publish whole blocks of the prompt's head only, where the prompt is evicted."""
+        """Publish whole blocks; if the prompt is evicted, only those of its head."""
         made = self.plan(request.num_prompt_tokens)
         if made.evicts:
             num_tokens = min(num_tokens, made.dropped)
         super().cache_blocks(request, num_tokens, *args, **kwargs)
 
     def pop_blocks_for_free(self, request_id: str) -> Any:
-        """The request is over, or starts again from its prompt."""
+        """Return a request's blocks: it is over, or starts again from its prompt."""
         self._freed.pop(request_id, None)
         return super().pop_blocks_for_free(request_id)
 
