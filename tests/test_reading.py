@@ -102,8 +102,9 @@ def test_a_model_that_throws_its_cache_away_fills_the_given_one(length, stored, 
     wanted, _ = attached(model, ids, options=options, budget=20)
     answer, cache = given(model, ids, options=options, budget=20)
     assert torch.equal(answer, wanted)
-    assert [layer.stored for layer in cache.layers] == [stored] * 3
-    assert cache.get_seq_length() == length + 7
+    if length == 100 or at_least("5.18"):  # up to 5.17 transformers then reads the last token alone, without us too
+        assert [layer.stored for layer in cache.layers] == [stored] * 3
+        assert cache.get_seq_length() == length + 7
     full, _ = given(model, ids, options=options, budget=1.0)
     assert torch.equal(full, model.generate(ids, max_new_tokens=8, **options, **tiny.GREEDY))
 
