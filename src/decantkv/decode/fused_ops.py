@@ -1,9 +1,9 @@
-"""A model's operations on one token in fewer launches, for the step that is recorded as a CUDA graph.
+"""Replacement ops: a model's operations on one token in fewer launches, for the step recorded as a CUDA graph.
 
-At batch 1 a step's norms and rotations cost as much as reading a third of the weights: some twenty launches a layer for
-a few kilobytes. Its linear layers should cost what their weights take to be read, and cost more. What stands in for
-them is tried on random numbers first, is in place only while a step is rehearsed or recorded, and the recorded step is
-compared with the model's own forward like any other.
+At batch 1 the norms and rotations of a step cost as much as reading a third of the weights: some twenty launches per
+layer for a few kilobytes. Linear layers cost more than reading their weights. A replacement op is tried on random
+numbers first. It is in place only while a step is rehearsed or recorded. The recorded step is compared with the model's
+own forward like any other.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class Standin(NamedTuple):
 
 
 def standins(model: nn.Module, *, one_token: bool = True) -> list[Standin]:
-    """What can stand in for a model's norms, rotary embeddings, linear layers and gated MLPs.
+    """Return replacement ops for a model's norms, rotary embeddings, linear layers and gated MLPs.
 
     Args:
-        one_token: whether a step may compute one token alone, as the stand-ins of linear layers do.
+        one_token: whether a step computes a single token, which replacements of linear layers need.
 
-    Computes and waits, so before any recording. Modules whose forward another library replaced stay as they are, and
-    linear layers and MLPs with hooks.
+    It computes on the device and waits: call it before any recording. Modules whose forward another library replaced,
+    and linear layers and MLPs with hooks, are left alone.
     """
     tried: dict[Any, bool] = {}
     found: list[Standin] = []
@@ -117,7 +117,7 @@ def _linear(part: nn.Module, tried: dict[Any, bool]) -> Callable[[Tensor], Tenso
 
 
 def _three(part: nn.Module, tried: dict[Any, bool]) -> list[tuple[nn.Linear, Callable[..., Any]]]:
-    """One launch for a layer's projections to queries, keys and values, made when the first of them is asked for."""
+    """Return replacements for a layer's q, k and v projections that share one launch; [] if they do not fit."""
     found = [part._modules.get(name) for name in ("q_proj", "k_proj", "v_proj")]
     parts = [x for x in found if _plain_linear(x)]
     if len(parts) != 3 or len({(x.weight.shape[1], x.weight.dtype, x.bias is None) for x in parts}) != 1:
@@ -133,7 +133,7 @@ def _three(part: nn.Module, tried: dict[Any, bool]) -> list[tuple[nn.Linear, Cal
 
 
 class _Shared:
-    """Linear layers of one input: what the others gave waits until it is asked for, with that very input, once."""
+    """Compute the q, k and v projections in one launch on the first call; return stored results on the next two."""
 
     def __init__(self, parts: Sequence[nn.Linear], kernel: Callable[..., Sequence[Tensor]]) -> None:
         self._parts, self._kernel = parts, kernel
@@ -173,7 +173,7 @@ def _gated(part: nn.Module) -> Callable[[Tensor], Tensor] | None:
 
 
 def _plain_linear(part: Any) -> TypeGuard[nn.Linear]:
-    """Whether it is torch's own linear layer, of 16 bits, on a device that has kernels."""
+    """Return whether it is torch's own linear layer, of 16 bits, on a device that has kernels."""
     if type(part) is not nn.Linear or "forward" in vars(part) or _hooked(part):
         return False
     weight, bias = part.weight, part.bias
@@ -212,7 +212,7 @@ def _rotary(original: Callable[..., Any], device: torch.device, dtype: torch.dty
 def standing_in(
     original: Callable[..., Any], rotate: Callable[..., Any], device: torch.device, dtype: torch.dtype
 ) -> Callable[..., Any] | None:
-    """`rotate` in place of a model's rotary function; None where it computes something else."""
+    """Return `rotate` as a replacement of a model's rotary function, or None if that computes something else."""
 
     @functools.wraps(original)
     def turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -234,7 +234,7 @@ def standing_in(
 
 
 def _same(expected: Any, got: Tensor) -> bool:
-    """Whether two results differ by rounding alone."""
+    """Return whether two results differ by rounding alone."""
     if not isinstance(expected, Tensor) or expected.shape != got.shape or expected.dtype != got.dtype:
         return False
     allowed = 4 * torch.finfo(got.dtype).eps * float(expected.abs().max())

@@ -38,14 +38,14 @@ CHECKED = 2  # steps: a graph that holds a length fast is right once
 
 @dataclass
 class Trust:
-    """Whether graphs of one run's model have been right so far.
+    """Results of checking the graphs of one run's model.
 
     Attributes:
         checked: steps that were compared and agreed.
         broken: why graphs are no longer used, or None.
-        replayed: steps that came from a graph.
-        left: reason → steps on a GPU that no graph could hold.
-        standins: what stands in for the model's small operations in a recorded step; None: not looked for yet.
+        replayed: number of steps that came from a graph.
+        left: reason → number of steps on a GPU that a graph cannot hold.
+        standins: replacement ops of a recorded step; None: not looked for yet.
     """
 
     checked: int = 0
@@ -157,7 +157,7 @@ class StepGraphs:
         self._trust.standins, self._trust.checked = (), 0
 
     def _state(self, logits: Tensor) -> list[Tensor]:
-        """What a step must agree in: logits, then each layer's lengths, newest keys and newest values."""
+        """Return what two steps must agree in: logits, then each layer's lengths, newest keys and newest values."""
         return [logits.clone(), *(x for _, store in self._attending() for x in store.newest())]
 
     def _attending(self) -> list[tuple[EvictingLayer, RaggedStore]]:
@@ -166,7 +166,7 @@ class StepGraphs:
         return [(layer, layer.store) for layer in layers if isinstance(layer.store, RaggedStore)]
 
     def _snapshot(self) -> list[Standing]:
-        """Where every layer stands: what a step that went wrong is taken back to."""
+        """Return the state of every layer, to which a wrong step is taken back."""
         return [layer.standing() for layer, _ in self._attending()]
 
     def _restore(self, snapshot: Sequence[Standing]) -> None:
@@ -174,7 +174,7 @@ class StepGraphs:
             layer.back_to(standing)
 
     def _misfit(self, kwargs: dict[str, Any]) -> str | None:
-        """Why no graph can hold this forward; empty where nobody would expect one; None where one can."""
+        """Return None if the forward can be captured; otherwise the reason, or '' if it need not be reported."""
         ids, position = kwargs.get("input_ids"), kwargs.get("position_ids")
         if not isinstance(ids, Tensor) or not on_gpu(ids) or ids.shape[1] != 1 or self._trust.broken:
             return ""
@@ -199,7 +199,7 @@ class StepGraphs:
         return None
 
     def _bare(self, original: Forward, kwargs: dict[str, Any], ids: Tensor, position: Tensor) -> Any:
-        """The forward of one real token a row, which needs no mask."""
+        """Run the forward of one real token per row, which needs no mask."""
         plain = {name: x for name, x in kwargs.items() if not isinstance(x, Tensor)}
         layers = [layer for layer, _ in self._attending()]
         for layer in layers:
@@ -212,7 +212,7 @@ class StepGraphs:
                 layer.unmasked = False
 
     def _rehearse(self, original: Forward, kwargs: dict[str, Any], before: Sequence[Standing]) -> bool:
-        """Whether a step runs without the host waiting for the device.
+        """Return whether a step runs without the host waiting for the device.
 
         A capture that fails half-way leaves the device's random numbers and pools in doubt; this finds out before.
         """
@@ -228,7 +228,7 @@ class StepGraphs:
         return True
 
     def _record(self, original: Forward, kwargs: dict[str, Any], place: tuple[Any, ...]) -> _Step | None:
-        """Capture one step; None, and never again, where the model does something a graph cannot hold."""
+        """Capture one step; return None, and never try again, if the model does something that a graph cannot hold."""
         ids, position = _written(kwargs["input_ids"]), _written(kwargs["position_ids"])
         before = self._snapshot()
         try:
@@ -261,7 +261,7 @@ class _Step:
         self.graph.replay()
 
     def output(self, kwargs: dict[str, Any]) -> Any:
-        """What the forward returned for the cache in `kwargs`, with logits that the next step leaves alone."""
+        """Return the forward's output for the cache in `kwargs`, with logits that the next step does not overwrite."""
         out = copy.copy(self._out)
         out["logits"] = self._out.logits.clone()
         for name in self._caches:
@@ -314,12 +314,12 @@ def _first_line(error: Exception) -> str:
 
 
 def on_gpu(x: Tensor) -> bool:
-    """Whether a tensor is where graphs are."""
+    """Return whether a tensor is on a device that has graphs."""
     return x.is_cuda
 
 
 def _agree(expected: Sequence[Tensor], got: Sequence[Tensor]) -> bool:
-    """Whether two steps are the same to rounding, row by row; whole numbers exactly.
+    """Return whether two steps are equal up to rounding, row by row; whole numbers must be equal.
 
     A rounding that falls the other way in a first layer becomes 1.5 % of a row's norm in bfloat16 after 32 layers with
     random weights, however few they were: hence eight units in the last place.

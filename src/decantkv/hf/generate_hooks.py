@@ -108,7 +108,7 @@ def number_chunk(kwargs: dict[str, Any], cache: DynamicCache) -> None:
         return
     ids, mask, past = kwargs["input_ids"], kwargs.get("attention_mask"), cache.get_seq_length()
     position = kwargs.get("position_ids")
-    if position is not None and position.dim() != 2:  # several numbers a token: images
+    if position is not None and position.dim() != 2:  # several numbers per token: images
         return
     if mask is None:
         mask = torch.ones(ids.shape[0], past + ids.shape[1], dtype=torch.long, device=ids.device)

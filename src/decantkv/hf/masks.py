@@ -56,7 +56,7 @@ def among_new(mask: Any, *, new: int, shown: Callable[[], Tensor | None]) -> Any
     """Return the mask of `new` tokens among themselves; a 4-D mask of the caller may also show all older ones.
 
     Args:
-        shown: gives [B, S] bool, which of the older slots hold a token, or None where slots are not the given tokens.
+        shown: gives [B, S] bool, which of the older slots hold a token, or None if slots are not the given tokens.
 
     Raises:
         ValueError: a 4-D mask over other keys, or one that hides some of the older tokens.

@@ -51,7 +51,7 @@ class Rows(NamedTuple):
 
 
 def tiles(itemsize: int, dim: int, device: Device) -> Tiles:
-    """How the kernel is cut; `dim` is the larger of both head widths, padded."""
+    """Return how the kernel is cut; `dim` is the larger of both head widths, padded."""
     if itemsize == 4:
         return Tiles(32, 16, 4, 1)
     if dim > 128:

@@ -41,7 +41,7 @@ class Splits(NamedTuple):
 
 
 def unsupported(q: Tensor, keys: Tensor, values: Tensor) -> str | None:
-    """Why the kernel cannot take this input, or None."""
+    """Return why the kernel cannot take this input, or None if it can."""
     if q.dtype not in (torch.bfloat16, torch.float16, torch.float32) or not q.dtype == keys.dtype == values.dtype:
         return f"one of bf16, fp16 and fp32 throughout is needed, got {q.dtype}, {keys.dtype}, {values.dtype}"
     if max(keys.shape[1], values.shape[1]) > MAX_DIM:
@@ -67,7 +67,7 @@ def plan(starts: Tensor, capacities: Tensor, *, chunk: int | None = None) -> Spl
 
 
 def keys_per_program(total: int, device: Device) -> int:
-    """How finely lanes are cut, by the keys there are for each multiprocessor.
+    """Return how finely lanes are cut, by the keys there are for each multiprocessor.
 
     Few keys: as many programs as it takes to occupy the device once. More: long programs, of which two share a
     multiprocessor for one wave. Many: shorter ones again, so that the last wave is levelled out.
@@ -81,7 +81,7 @@ def keys_per_program(total: int, device: Device) -> int:
 def decode_blocks(rows: int, dim: int, v_dim: int, itemsize: int, chunk: int, device: Device) -> Blocks:
     """Block sizes: deep enough to hide memory's latency, within what shared memory holds.
 
-    A short chunk runs alone on its multiprocessor and takes twice the keys a step.
+    A short chunk runs alone on its multiprocessor and takes twice the keys per step.
     """
     key_bytes = (padded_dim(dim) + padded_dim(v_dim)) * itemsize
     keys, stages = (32, 2) if itemsize == 4 or max(dim, v_dim) > 128 else (64, 3)

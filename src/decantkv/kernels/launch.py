@@ -42,7 +42,7 @@ class Pages(NamedTuple):
     Attributes:
         table: [R, nblocks] int32, the last dimension contiguous.
         lengths: [R] integers on the device.
-        n_keys: the most keys a row has, the width of the scores.
+        n_keys: the most keys that a row has, the width of the scores.
     """
 
     table: Tensor
@@ -71,7 +71,7 @@ class Task(NamedTuple):
         return NO_POOL if self.kernel_size == 1 else ROW_POOLS[self.row_pool]
 
     def holds_more(self, dim: int, itemsize: int) -> bool:
-        """Whether kernel B's last step needs more registers than for DropKV's own score."""
+        """Return whether kernel B's last step needs more registers than for DropKV's own score."""
         if self.projected or self.pool != NO_POOL:
             return True
         return self.kind in (ALIGNMENT, PULL) and (itemsize == 4 or padded_dim(dim) > 128)

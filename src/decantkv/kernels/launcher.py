@@ -51,7 +51,7 @@ class Launch:
 
 
 def address(tensor: torch.Tensor | None) -> int | None:
-    """Where a tensor starts."""
+    """Return where a tensor starts."""
     return None if tensor is None else tensor.data_ptr()
 
 

@@ -28,14 +28,14 @@ class Tiles(NamedTuple):
 
 
 def unsupported(q: Tensor, k: Tensor) -> str | None:
-    """Why the kernels cannot take this input, or None."""
+    """Return why the kernels cannot take this input, or None if they can."""
     if q.stride(3) != 1 or k.stride(3) != 1:
         return "the last dimension of the queries or keys is not contiguous"
     return whole_heads_misfit("keys and queries", k, q)
 
 
 def tiles(itemsize: int, dim: int, device: Device) -> Tiles:
-    """How the denominators' kernel is cut, which holds queries."""
+    """Return how the denominators' kernel is cut, which holds queries."""
     if itemsize == 4:
         return Tiles(32, 16, 4, 1)
     if dim > 128:
@@ -44,7 +44,7 @@ def tiles(itemsize: int, dim: int, device: Device) -> Tiles:
 
 
 def column_tiles(itemsize: int, dim: int, device: Device) -> Tiles:
-    """How the columns' kernel is cut, which holds keys; the queries that pass are its dots' rows.
+    """Return how the columns' kernel is cut, which holds keys; the queries that pass are its dots' rows.
 
     On Hopper four warps to a program, so that two share a multiprocessor: one exponentiates while the other multiplies.
     """

@@ -28,7 +28,7 @@ class Tile(NamedTuple):
 
 
 def tile_of(inner: int, itemsize: int) -> Tile:
-    """How a weight is cut, by the length of its rows: what was fastest on an H200 of eleven cuts and six shapes.
+    """Return how a weight is cut, by the length of its rows: the fastest on an H200 of eleven cuts and six shapes.
 
     Eight warps share a row and read all of it at once; of a longer one a single warp reads four tiles at once.
     """
@@ -37,7 +37,7 @@ def tile_of(inner: int, itemsize: int) -> Tile:
 
 
 def gated_tile(inner: int, itemsize: int) -> Tile:
-    """How two weights are cut; a row that eight warps do not divide evenly is left to one."""
+    """Return how two weights are cut; a row that eight warps do not divide evenly is left to one."""
     tile = tile_of(inner, itemsize)
     return tile if inner % tile.elements == 0 else Tile(1, 512 // itemsize, 1)
 

@@ -14,7 +14,7 @@ from decantkv.kernels.primitives import dot, finite, logit_factors, to_logits2
 
 
 def output_blocks(itemsize: int, dim: int, device: Device) -> Blocks:
-    """How the kernel is cut, which holds rows; `dim` is the larger of both head widths, padded."""
+    """Return how the kernel is cut, which holds rows; `dim` is the larger of both head widths, padded."""
     if itemsize == 4:
         return Blocks(16, 16, 4, 1)
     if dim > 128:

@@ -51,7 +51,7 @@ def plan(
 
 
 def precision_of(dtype: torch.dtype, device: Device) -> str:
-    """How a dot treats float32 operands: full precision from three tf32 products where the device has them."""
+    """Return how a dot treats float32 operands: full precision from three tf32 products where the device has them."""
     if device.backend != "cuda":
         return "ieee"
     return "tf32x3" if dtype == torch.float32 else "tf32"  # float16 widened beside weights: tf32 holds it exactly

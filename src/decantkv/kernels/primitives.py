@@ -47,7 +47,7 @@ def to_logits2(products, scale, cap2, CAPPED: tl.constexpr):
 
 @triton.jit
 def keys_of(p_lengths, i_b, n_keys, PAGE: tl.constexpr):
-    """How many keys a batch row has: all, or with pages as many as the row says."""
+    """Return how many keys a batch row has: all, or with pages as many as the row says."""
     if PAGE == 0:
         return n_keys
     else:
@@ -56,7 +56,7 @@ def keys_of(p_lengths, i_b, n_keys, PAGE: tl.constexpr):
 
 @triton.jit
 def page_of(n, inside, p_table, PAGE: tl.constexpr):
-    """The page each key lies in, from its row's table; of no meaning without pages (PAGE 0, else keys a page)."""
+    """The page each key lies in, from its row's table; of no meaning without pages (PAGE 0, else keys per page)."""
     if PAGE == 0:
         return n
     else:
@@ -65,7 +65,7 @@ def page_of(n, inside, p_table, PAGE: tl.constexpr):
 
 @triton.jit
 def key_offset(n, page, s_page, s_key, PAGE: tl.constexpr):
-    """Where the keys n start, in elements from key 0 of their head: strides apart, or in their pages."""
+    """Return where the keys n start, in elements from key 0 of their head: strides apart, or in their pages."""
     if PAGE == 0:
         return n.to(tl.int64) * s_key
     else:

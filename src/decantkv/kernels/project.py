@@ -14,7 +14,7 @@ from decantkv.kernels.primitives import dot
 
 
 def unsupported(v: Tensor, w_o: Tensor) -> str | None:
-    """Why the kernel cannot take this input, or None."""
+    """Return why the kernel cannot take this input, or None if it can."""
     return whole_heads_misfit("values and W_O", v, w_o)
 
 

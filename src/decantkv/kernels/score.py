@@ -26,7 +26,7 @@ _PULL = tl.constexpr(PULL)
 _OUTPUT = tl.constexpr(OUTPUT_PERTURBATION)
 _NO_POOL = tl.constexpr(NO_POOL)
 _MAX_POOL = tl.constexpr(MAX_POOL)
-_DOMINANT = tl.constexpr(0.518)  # one pass: at most one key a row weighs more, whatever the rounding
+_DOMINANT = tl.constexpr(0.518)  # one pass: at most one key per row weighs more, whatever the rounding
 
 
 @triton.jit
@@ -103,7 +103,7 @@ def costs(
     G: tl.constexpr, W: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
     QUANTITY: tl.constexpr, MAX: tl.constexpr, A_PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What each row [BM] adds to each key's score [BN], from the weights p."""
+    """Return what each row [BM] adds to each key's score [BN], from the weights p."""
     if QUANTITY == _MASS:
         return tl.minimum(p, 1.0)
     elif QUANTITY == _ALIGNMENT or QUANTITY == _PULL:  # noqa: SIM109 - Triton knows no membership test
@@ -129,7 +129,7 @@ def load_rows(
     ROWS: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, RW: tl.constexpr,
     QUANTITY: tl.constexpr, ONE_PASS: tl.constexpr, A_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """What a tile of rows brings: q, last key seen, lse2, the output in parts, ‖a‖², dominant key, its cost².
+    """Return what a tile of rows brings: q, last key seen, lse2, the output in parts, ‖a‖², dominant key, its cost².
 
     The output is a/‖a‖ for ALIGNMENT, u for PULL; for OUTPUT_PERTURBATION it is a·M, and ‖a‖² is a·M·aᵀ.
     """

@@ -1,4 +1,4 @@
-"""Selection and compaction: pool, an exact radix select of several programs a row, one gather for K and V.
+"""Selection and compaction: pool, an exact radix select of several programs per row, one gather for K and V.
 
 Scores are mapped to unsigned integers of the same order, so that a threshold is found digit by digit from histograms
 and ties fall to the lowest index. Always-kept keys map to the largest integer, pads to 0, below any score. NaN and
@@ -70,7 +70,7 @@ def find_digit(histogram, bins, need):
 
 @triton.jit
 def row_need(i_row, p_need, need, start, n_keys, PER_ROW: tl.constexpr):
-    """How many keys a row keeps, never more than it has."""
+    """Return how many keys a row keeps, never more than it has."""
     if PER_ROW:
         need = tl.load(p_need + i_row).to(tl.int32)
     return tl.minimum(need, n_keys - start)

@@ -31,7 +31,7 @@ class GPU:
 
 @dataclass(frozen=True)
 class Machine:
-    """What was found.
+    """The findings.
 
     Attributes:
         system: operating system and processor.
@@ -172,14 +172,14 @@ def _no_torch(m: Machine) -> str | None:
 
 
 def _no_gpu(m: Machine) -> str | None:
-    """Why torch cannot compute on a GPU here."""
+    """Return why torch cannot compute on a GPU here."""
     if (reason := _no_torch(m)) is not None:
         return reason
     return None if m.gpus else f"no GPU that torch ({m.build} build) can use"
 
 
 def _no_kernels(m: Machine) -> str | None:
-    """Why the Triton kernels will not run on a device here."""
+    """Return why the Triton kernels will not run on a device here."""
     triton = m.packages.get("triton")
     if (reason := _no_gpu(m)) is not None:
         return reason

@@ -12,7 +12,7 @@ from multiprocessing.connection import wait
 
 @contextmanager
 def environment(values: Mapping[str, str]) -> Iterator[None]:
-    """What processes that start now inherit; libraries read it once, so a worker cannot set it for itself."""
+    """Set environment variables for processes that start inside the block; libraries read them once, at start."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

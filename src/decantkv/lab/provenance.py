@@ -1,4 +1,4 @@
-"""What a row of results says of the run that made it: device, versions, commit, command."""
+"""The origin of a row of results: device, versions, commit, command."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from decantkv.base.versions import installed
 
 
 def device_name(device: torch.device) -> str:
-    """A GPU's name; for a CPU its name and how many cores this process may use."""
+    """Return a GPU's name, or a CPU's name and the number of cores that this process may use."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -24,7 +24,7 @@ def device_name(device: torch.device) -> str:
 
 
 def _processor() -> str:
-    """What Linux calls the processor, elsewhere what Python does."""
+    """Return the processor's name from Linux, or on other systems from Python."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -34,20 +34,20 @@ def _processor() -> str:
 
 
 def versions(packages: Iterable[str]) -> dict[str, str | None]:
-    """Installed versions; None for what is not installed."""
+    """Return installed versions by package; None for packages that are not installed."""
     return {package: installed(package) for package in packages}
 
 
 def command() -> str:
-    """This process's command line, to be pasted into a shell."""
+    """Return this process's command line, to be pasted into a shell."""
     return shlex.join(["decantkv", *sys.argv[1:]])
 
 
 def commit(*, mark: bool = False) -> str | None:
-    """The checkout's commit; DECANTKV_COMMIT where the measured copy has no history; None where nobody knows.
+    """Return $DECANTKV_COMMIT, which a copy without history needs, or the checkout's commit, or None.
 
     Args:
-        mark: twelve digits, and "+" where files differ from them.
+        mark: shorten to twelve digits, and add "+" if files differ from the commit.
     """
     if named := os.environ.get("DECANTKV_COMMIT"):
         return named
@@ -56,7 +56,7 @@ def commit(*, mark: bool = False) -> str | None:
 
 
 def _git(*arguments: str) -> str | None:
-    """What git says of this checkout; None for nothing, without git, and outside a checkout."""
+    """Return git's output for this checkout, or None if there is none, no git, or no checkout."""
     try:
         run = subprocess.run(
             ["git", *arguments], capture_output=True, text=True, cwd=Path(__file__).parent, check=False

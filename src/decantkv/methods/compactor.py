@@ -107,7 +107,7 @@ class Compactor(Method):
         return scores
 
     def _inner(self, win: AttentionWindow) -> list[tuple[int, int]]:
-        """Where each batch row's tokens are that take part."""
+        """Return where each batch row's tokens are that take part."""
         lengths = [win.kv_len] * win.batch if win.lengths is None else win.lengths.tolist()
         starts = [win.kv_len - length + min(self.sinks, length) for length in lengths]
         return [(start, max(start, win.kv_len - self.window)) for start in starts]

@@ -1,4 +1,4 @@
-"""Scores from tensors: pick an implementation, never another one than was named."""
+"""Scores from tensors, by the named implementation and no other."""
 
 from __future__ import annotations
 

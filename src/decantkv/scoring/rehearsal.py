@@ -93,7 +93,7 @@ class Rehearsal:
         return max(replay, anchors, *map(len, self.questions), 0)
 
     def several(self) -> bool:
-        """Whether more than one source is named."""
+        """Return whether more than one source is named."""
         return sum((self.replay, bool(self.anchors), bool(self.questions), self.window)) > 1
 
     def passages(

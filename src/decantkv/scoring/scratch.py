@@ -1,4 +1,4 @@
-"""How much plain torch may hold at once, by device."""
+"""Limits of scratch memory in plain torch, by device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ GPU_SHARE = 64  # but never more than this fraction of the card's memory
 
 
 def scratch_bytes(device: torch.device) -> int:
-    """What one tile may hold; a pass keeps up to twice as much alive beside its result."""
+    """Return the bytes that one tile may hold; a pass keeps up to twice as much alive besides its result."""
     if device.type != "cuda":
         return SCRATCH_BYTES
     total = torch.cuda.get_device_properties(device).total_memory

@@ -88,7 +88,7 @@ def _perturbation_once(
     for start, stop, s in _tiles(win):
         p = s.sub_(_finite(lse)[..., None]).exp_().clamp_max_(1.0)
         p_tile, place = p.max(-1)
-        dominant = p_tile > 0.5  # at most one key a row
+        dominant = p_tile > 0.5  # at most one key per row
         top, p_top = torch.where(dominant, place + start, top), torch.where(dominant, p_tile, p_top)
         p.scatter_(-1, place[..., None], torch.where(dominant, 0.0, p_tile)[..., None])
         v = _values(win, start, stop, centre)
@@ -307,7 +307,7 @@ def _merge(win: AttentionWindow, left: RowState, right: RowState, centre: Tensor
 
 
 def _add_rest(state: RowState, s: Tensor, v: Tensor) -> RowState:
-    """One more key a row, with logit s [B, H, g, w] and value v [B, H, g, w, Dv], joins the rest."""
+    """One more key per row, with logit s [B, H, g, w] and value v [B, H, g, w, Dv], joins the rest."""
     m = torch.maximum(state.m_rest, s)
     scale, e = torch.exp(state.m_rest - _finite(m)), torch.exp(s - _finite(m))
     return state._replace(
@@ -318,7 +318,7 @@ def _add_rest(state: RowState, s: Tensor, v: Tensor) -> RowState:
 
 
 def _values_at(win: AttentionWindow, index: Tensor) -> Tensor:
-    """The values [B, H, g, w, Dv] of one key a row."""
+    """The values [B, H, g, w, Dv] of one key per row."""
     flat = index.flatten(2)[..., None].expand(-1, -1, -1, win.v.shape[3])
     return win.v.gather(2, flat).to(_dtype(win)).view(*index.shape, win.v.shape[3])
 

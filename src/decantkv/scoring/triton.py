@@ -1,4 +1,4 @@
-"""The scores from the fused kernels. What they cannot take, `unsupported` says."""
+"""Scores from the fused kernels. `unsupported` names inputs that they cannot take."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def unsupported(
     pooled: bool = False,
     power: int = 2,
 ) -> str | None:
-    """Why the kernels cannot take this input, or None when they can."""
+    """Return the reason why the kernels cannot take this input, or None if they can."""
     if quantity not in kernels.QUANTITIES:
         return f"no kernel computes {quantity}"
     if reduce not in ("sum", "max"):
@@ -84,7 +84,7 @@ def unsupported(
 
 
 def by_columns(win: AttentionWindow, weigh: str = "value") -> bool:
-    """Whether keys are held while rows pass: where rows are many, or each has a factor."""
+    """Return whether keys are held while rows pass: if rows are many, or each has a factor."""
     return win.window >= MANY_ROWS or win.row_weights is not None or weigh not in ("value", "output")
 
 

@@ -1,4 +1,4 @@
-"""What one attention call saw, as every method and implementation receives it."""
+"""The attention window: the tensors of one attention call that methods and implementations score."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class AttentionWindow:
         k: [B, H, N, D] keys, one per KV head, never repeated. The last dimension is contiguous, the rest free.
         v: [B, H, N, Dv] values.
         scale: factor of q·k before the softmax.
-        lengths: [B] int64, the real keys of each batch row, or None when all N are real.
+        lengths: [B] int64, the real keys of each batch row, or None if all N are real.
         softcap: c of c·tanh(s/c) applied to the scaled logits, or None.
         sink_logits: [HQ] a learned logit per query head that joins the softmax's denominator with value 0, or None.
         mask: [B or 1, 1, w, N] bool, True where a row sees a key, or None for causal with the pads hidden. A mask
@@ -49,11 +49,11 @@ class AttentionWindow:
             name "queries" among their `needs` look at it.
         output_projection: [HQ, Dv, E] the slice of W_O that each query head's output goes through, or None ("W_O").
         rotate: turns vectors that carry RoPE by a number of positions, R(δ)x, or None ("rotate").
-        projected_norm: [B, H, N] float32, `streams.projected_norm` of these values, or None. A hint: whoever asks for
-            many choices of one window computes it once.
+        projected_norm: [B, H, N] float32, `streams.projected_norm` of these values, or None. A hint: a caller that
+            makes many choices from one window computes it once.
         denominators: of the softmax of `queries`, for some of them, or None. A hint.
-        column_mass: [B, H, M] float32, `streams.column_mass` of the first M ≤ N tokens alone, or None. A hint: whoever
-            looks at a prompt more than once need not sum up its beginning again.
+        column_mass: [B, H, M] float32, `streams.column_mass` of the first M ≤ N tokens alone, or None. A hint: a
+            caller that scores a prompt more than once need not sum up its beginning again.
         row_weights: [B, HQ or 1, w] float32, not negative: the factor of each row's cost before rows are reduced, or
             None for 1 everywhere. A row of weight 0, such as a pad's query, contributes nothing.
         stream_norm: [B, w] float32, the squared norm of the residual stream before the block at each window position,

@@ -103,7 +103,7 @@ class Budget:
         return self.share is not None and math.floor(self.share * length) < min(length, max(fixed, 1))
 
     def starved(self, length: int, fixed: int) -> str | None:
-        """Why scores have no say in what is kept of `length` tokens, `fixed` of them always; None where they have."""
+        """Why scores have no say in what is kept of `length` tokens, `fixed` of them always; None if they have."""
         if fixed >= length or self.n_keep(length, fixed) > fixed:
             return None
         if self.raised(length, fixed):

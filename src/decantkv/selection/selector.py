@@ -265,7 +265,7 @@ class _Task(NamedTuple):
     kernel_size: int
     stop: int  # keys before it are pooled
     rows: list[int]  # real keys of each batch row
-    padded: list[int] | None  # the same, or None when nothing is padded
+    padded: list[int] | None  # the same, or None if nothing is padded
     spans: list[tuple[Span, ...]]  # always-kept positions of each row
     fixed: list[int]  # how many those are
     n_keep: list[int]

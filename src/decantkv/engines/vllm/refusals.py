@@ -12,7 +12,7 @@ from decantkv.engines.common.asked import Asked
 from decantkv.engines.vllm import compat
 
 PLAIN = ("auto", "float16", "bfloat16", "float32", "half", "float")
-LEAST_CHUNK = 4  # tokens a step must be able to read of a prompt
+LEAST_CHUNK = 4  # tokens that a step must be able to read of a prompt
 
 
 def check(config: Any, asked: Asked, version: str | None) -> None:

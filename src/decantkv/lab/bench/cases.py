@@ -71,7 +71,7 @@ def append(out: Path | None, row: Row) -> None:
 
 
 def attempt(work: Callable[[], Row]) -> Row | None:
-    """What the work returns; None where the device's memory did not suffice."""
+    """Return what the work returns, or None if the device's memory is too small."""
     try:
         return work()
     except RuntimeError as error:  # torch.compile wraps the allocator's own error

@@ -103,7 +103,7 @@ def _forget_compiled(model: PreTrainedModel) -> None:
 def contender(
     model: PreTrainedModel, name: str, budget: float | int, **options: Any
 ) -> tuple[AbstractContextManager[Any], dict[str, Any]]:
-    """A context to generate in, and what `generate` is told.
+    """Return a context to generate in, and the options for `generate`.
 
     Raises:
         ValueError: an unknown name.
@@ -126,7 +126,7 @@ def ours(model: PreTrainedModel, budget: float | int, *, method: str = "dropkv",
 
 
 def how(model: PreTrainedModel, run: Any) -> Row:
-    """Whether steps were compiled by transformers or replayed by us."""
+    """Return how steps ran: compiled by transformers, or replayed from a CUDA graph."""
     if not isinstance(run, Run):
         return {"compiled": "_compiled_call" in vars(model)}
     report = run.report()
@@ -136,7 +136,7 @@ def how(model: PreTrainedModel, run: Any) -> Row:
 def decode(
     model: Model, *, batches: Sequence[int], kept: int, names: Sequence[str] = CONTENDERS, new: int = 64
 ) -> Iterator[Case]:
-    """Milliseconds a token with `kept` tokens a head stored, as a user of `generate` sees them.
+    """Measure milliseconds per token with `kept` tokens per head stored, as a user of `generate` sees them.
 
     The prompt is as long as what is kept, and all of it is kept: a decoding step does not know what was dropped.
     """
@@ -374,12 +374,12 @@ def check_methods(methods: Sequence[str]) -> None:
 
 
 def allocated(device: torch.device) -> int:
-    """Bytes in use; 0 where nobody counts them."""
+    """Return the bytes in use; 0 if the device has no allocator statistics."""
     return int(torch.cuda.memory_allocated(device)) if device.type == "cuda" else 0
 
 
 def peak(device: torch.device) -> int:
-    """The most bytes in use since `collect`; 0 where nobody counts them."""
+    """Return the most bytes in use since `collect`; 0 if the device has no allocator statistics."""
     return int(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else 0
 
 

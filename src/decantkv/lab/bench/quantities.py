@@ -18,7 +18,7 @@ from decantkv.lab.bench.timing import gpu_time, scratch_bytes, wall_time
 from decantkv.scoring.window import AttentionWindow, make_window
 
 DEVICE = "cuda"
-PAGE = 16  # tokens a block, vLLM's smallest
+PAGE = 16  # tokens per block, vLLM's smallest
 KEPT = 0.05
 HIDDEN = 4096  # width behind W_O
 CASES: dict[str, tuple[int, Any, dict[str, Any]]] = {  # window of the method's authors, quantity, options

@@ -1,4 +1,4 @@
-"""vLLM with and without eviction at the same pool: tokens a second, time to first token, requests at once."""
+"""vLLM with and without eviction at the same pool: tokens per second, time to first token, requests at once."""
 
 from __future__ import annotations
 
@@ -62,12 +62,13 @@ SECONDS = {"llama-3.1-8b": {"start": 60.0, "prompt_token": 1.35 / 32768, "step":
 
 @dataclass(frozen=True)
 class Load:
-    """What an engine is asked.
+    """The load on an engine.
 
     Attributes:
-        shape: of the random-weight model, a name among `SHAPES`.
-        length: tokens of every prompt. tokens: of every answer.
-        requests: how many come at once.
+        shape: name of the random-weight model's shape in `SHAPES`.
+        length: tokens of every prompt.
+        tokens: tokens of every answer.
+        requests: number of requests that come at once.
         together: how many decode together, with prompts as many times shorter, when a step at equal batch is timed.
         pool: tokens that the pool of blocks holds.
         block_size: tokens of a block.
@@ -148,7 +149,7 @@ def cases(
 
 
 def expected_seconds(load: Load, budget: float | None, repeats: int) -> dict[str, float] | None:
-    """About how long an engine takes on an H200: starting and being timed; None for shapes nobody has seen there."""
+    """Return about how many seconds an engine takes on an H200, start and timing; None for shapes never run there."""
     known = SECONDS.get(load.shape)
     if known is None:
         return None

@@ -53,7 +53,7 @@ def time_engine(folder: str, job: dict[str, Any]) -> dict[str, Any]:
         first_token: seconds of a prompt alone; equal_batch: a decoding step of `together` requests whose prompts are
         `together` times shorter; load: all requests at once, see `summary`; counters; seconds of starting the engine.
     """
-    with holding(job["lock"], fcntl.LOCK_SH):  # others may start as well, but nobody is timed
+    with holding(job["lock"], fcntl.LOCK_SH):  # other engines may start as well, but none is timed
         begin = time.perf_counter()
         from vllm import LLM, SamplingParams
 
@@ -88,7 +88,7 @@ def time_engine(folder: str, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def summary(steps: Sequence[Step], seconds: float, tokens: int) -> dict[str, Any]:
-    """What a load took.
+    """Return what a load took.
 
     Returns:
         tokens_a_second: answered tokens over all its seconds, the reading of prompts among them. decoding: the same of
@@ -146,7 +146,7 @@ def watching(scheduler: Any) -> Iterator[list[Step]]:
 
 @contextmanager
 def holding(path: str | None, kind: int) -> Iterator[None]:
-    """Hold a file's lock, shared or alone; None: nobody else is there."""
+    """Hold a file's lock, shared or exclusive; without a path do nothing."""
     if path is None:
         yield
         return
@@ -159,7 +159,7 @@ def holding(path: str | None, kind: int) -> Iterator[None]:
 
 
 def counters() -> dict[str, float]:
-    """What the plug-in counted in this process."""
+    """Return the plug-in's counters of this process."""
     from decantkv.engines.vllm.counters import ENGINE, HELP, WORKER
 
     return {name: getattr(ENGINE, name) + getattr(WORKER, name) for name in HELP}

@@ -83,7 +83,7 @@ class ChatFormat:
         return Encoded(ids, cuts, _span(text, sample.protected, ends))
 
     def measure(self) -> Measure:
-        """How many tokens a sample has, wrapped."""
+        """Return how many tokens a sample has, wrapped."""
         return lambda sample: len(self.encode(sample).ids)
 
     def count(self, text: str) -> int:
@@ -112,7 +112,7 @@ class ChatFormat:
 
 
 def _tokens_within(ends: list[int], stop: int) -> int:
-    """How many leading tokens end at or before character `stop`; at least one."""
+    """Return how many leading tokens end at or before character `stop`; at least one."""
     return max(1, next((i for i, end in enumerate(ends) if end > stop), len(ends)))
 
 

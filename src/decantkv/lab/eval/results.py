@@ -102,7 +102,7 @@ class Store:
             self._catch_up()
 
     def claim(self, prompt: str) -> bool:
-        """Whether this process may measure a prompt: no other one does. What others have finished is noted.
+        """Return whether this process may measure a prompt: no other one does. What others have finished is noted.
 
         The claim lasts until `release` or `close`, and no longer than the process, however that ends.
         """
@@ -125,7 +125,7 @@ class Store:
             fcntl.lockf(self._claims, fcntl.LOCK_UN, 1, _claimed_byte(prompt))
 
     def holds(self, row: Mapping[str, Any]) -> bool:
-        """Whether the row's place is taken."""
+        """Return whether the row's place is taken."""
         return row["prompt"] in self.prompts if row["row"] == "prompt" else cell_of(row) in self.done
 
     def close(self) -> None:
@@ -155,7 +155,7 @@ class Store:
             )
 
     def _sessions(self) -> list[Any]:
-        """What the folder's `run.json` says now."""
+        """Return what the folder's `run.json` says now."""
         run = _read_run(self.folder)
         if run is None:
             return []
@@ -227,7 +227,7 @@ def _checked(row: dict[str, Any], file: Path, number: int, config: str | None) -
 
 
 def _is_kind(x: object, kinds: tuple[type, ...]) -> bool:
-    """Whether an entry is of these types and, if a number, one that float64 holds."""
+    """Return whether an entry is of these types and, if a number, one that float64 holds."""
     return type(x) in kinds and (type(x) is not int or abs(x) < 2**63)
 
 
@@ -253,7 +253,7 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 
 def taken(rows: Iterable[Mapping[str, Any]]) -> str:
-    """What a table takes of the rows, in words.
+    """Return what a table takes of the rows, in words.
 
     Raises:
         ValueError: a row that tables cannot use.

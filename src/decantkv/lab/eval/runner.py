@@ -87,7 +87,7 @@ class _Job:
 
     @property
     def nbytes(self) -> int:
-        """What waits: the prompt and what is kept of it, by number. The copies are made batch by batch."""
+        """Bytes of the waiting prompt and of the kept indices. The copies are made batch by batch."""
         kept = {id(row.kept): row.kept for _, row, _, _ in self.rows if row.kept is not None}
         return self.reading.nbytes + sum(k.indices.numel() * k.indices.element_size() for k in kept.values())
 
@@ -216,14 +216,14 @@ class Runner:
                 store.release(key)
 
     def _try_to_read(self, sample: Sample, missing: list[Cell]) -> _Job | None:
-        """The prompt, or None where memory is short."""
+        """Read the prompt; return None if memory is short."""
         with contextlib.suppress(torch.OutOfMemoryError):
             return self._read(sample, missing)
         self._give_back()  # now, since while the error lives so does all that it happened to
         return None
 
     def _when_it_fits(self, attempt: Callable[[], Some]) -> Some:
-        """What `attempt` gives as soon as others on the device leave memory for it."""
+        """Return what `attempt` returns, as soon as other processes on the device leave memory for it."""
         for pause in PAUSES:
             self._give_back()
             time.sleep(pause)
@@ -233,7 +233,7 @@ class Runner:
         return attempt()
 
     def _give_back(self) -> None:
-        """What no job needs: half a prompt that the reader could not finish, and memory for tensors that are gone."""
+        """Free what no job needs: a half-read prompt, and the allocator's unused memory."""
         self.reader.forget()
         if self.model.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -367,7 +367,7 @@ class Runner:
 
 
 def _mean_counts(kept: Sequence[Kept]) -> dict[int, float]:
-    """Tokens kept a head, on average, by the choice's id; what the host does not know is asked for at once."""
+    """Return the mean number of tokens kept per head, by the choice's id; unknown ones are fetched in one transfer."""
     known = {id(k): float(k.rows[0]) for k in kept if k.rows is not None and len(set(k.rows)) == 1}
     others = [k for k in kept if id(k) not in known]
     if others:
@@ -410,10 +410,10 @@ def _made_ahead(
 
 
 def cache_memory(device: torch.device, asked: int | None) -> int:
-    """Bytes for caches on a device: what was asked for, or three fifths of what is free.
+    """Return the bytes for caches on a device: `asked`, or three fifths of what is free.
 
     Raises:
-        ValueError: more was asked for than is free.
+        ValueError: `asked` is more than what is free.
     """
     free = free_memory(device)
     if asked is not None and asked > free:

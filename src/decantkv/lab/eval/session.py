@@ -50,7 +50,7 @@ class Sources:
 
 @dataclass(frozen=True)
 class Opened:
-    """What a session measures with."""
+    """The runner and the prompts of an open session."""
 
     runner: Runner
     prompts: list[Prompt]
@@ -274,7 +274,7 @@ class Session:
         }
 
     def _circumstances(self, model: PreTrainedModel, plan: Plan, command: str, begun: float) -> dict[str, Any]:
-        """What a reader needs to repeat a session; it may differ between sessions of one configuration."""
+        """Return what a reader needs to repeat a session; it may differ between sessions of one configuration."""
         return {
             "command": command,
             "commit": commit(),

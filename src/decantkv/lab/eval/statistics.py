@@ -27,7 +27,7 @@ class Summary:
         full: the full cache's, over the same prompts.
         against: score minus the reference method's on the same prompts, or None for the reference and the full cache.
         stands: whether that is beyond its interval with Holm's correction for all that the table compares.
-        without: score and against without the tasks of one repeated line; None where there are none or no others.
+        without: score and against without the tasks of one repeated line; None if there are none or no others.
         by_task: task -> (score, full cache's).
         worst: the task with the smallest share of the full cache's score, or the largest distance where lower is
             better.
@@ -252,7 +252,7 @@ class Best:
     Attributes:
         seen: its score on the half it was chosen by, which flatters it.
         unseen: its score on the other half.
-        against: minus the reference on the other half, or None where the reference won.
+        against: minus the reference on the other half, or None if the reference won.
     """
 
     length: int

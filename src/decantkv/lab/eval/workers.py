@@ -1,4 +1,4 @@
-"""One run by several processes: prompts go to whoever is free, rows to one folder, over all GPUs that are there.
+"""One run by several processes over all GPUs: a free process takes the next prompt, and all write to one folder.
 
 One process keeps a GPU waiting for Python much of the time; several keep it busy.
 """
@@ -30,10 +30,11 @@ AHEAD = 3  # samples a worker takes before their turn; at a run's end the others
 
 @dataclass(frozen=True)
 class Work:
-    """What every worker is told.
+    """The work order of every worker.
 
     Attributes:
-        begun: `time.time()` when the run began; end: when no prompt is begun any more, or None.
+        begun: `time.time()` at the start of the run.
+        end: time after which no prompt is begun, or None.
         memory: bytes for all workers' caches on one device, or None for three fifths of what is free there.
     """
 
@@ -49,13 +50,13 @@ class Work:
 
 @dataclass(frozen=True)
 class Shared:
-    """What one worker shares with the others.
+    """State that the workers share.
 
     Attributes:
-        beside: workers on its device, itself included.
-        taken: how many prompts have been, in their order.
-        loaded: where all wait until every model is in memory.
-        tell: messages to who started it.
+        beside: number of workers on this worker's device, itself included.
+        taken: number of prompts that were taken, in their order.
+        loaded: a barrier at which all wait until every model is in memory.
+        tell: connection for messages to the parent process.
     """
 
     beside: int
@@ -64,7 +65,7 @@ class Shared:
     tell: Connection
 
     def draw(self, prompts: list[Prompt]) -> Iterator[Prompt]:
-        """Prompts that nobody else gets."""
+        """Yield prompts that no other worker gets."""
         while True:
             with self.taken.get_lock():
                 at = self.taken.value

@@ -143,7 +143,7 @@ def _cells(
 
 
 def halves_table(root: Path, recipe: Mapping[str, Any]) -> list[list[str]]:
-    """What `decantkv eval best` prints: chosen on one half of the prompts, reported on the other."""
+    """Return what `decantkv eval best` prints: chosen on one half of the prompts, reported on the other."""
     lines = [["length, question, kept", "best on even prompts", "less DropKV on odd prompts"]]
     for name in recipe["folders"]:
         for one in best_on_the_other_half(list(answers(root / "eval" / name).scores())):

@@ -26,7 +26,7 @@ BLOCK = re.compile(r"(<!-- rows\n(?P<recipe>.*?)-->\n)(?P<table>.*?)(?=<!-- end 
 
 
 def differences(document: Path) -> list[str]:
-    """What a document's blocks print otherwise than their recipes give; one line each."""
+    """Return what a document's blocks print otherwise than their recipes give; one line each."""
     text = _read(document)
     found = []
     for block in BLOCK.finditer(text):
@@ -42,7 +42,7 @@ def differences(document: Path) -> list[str]:
 
 
 def count(document: Path) -> int:
-    """How many blocks a document has."""
+    """Return how many blocks a document has."""
     return len(BLOCK.findall(_read(document)))
 
 

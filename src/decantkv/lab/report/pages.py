@@ -28,7 +28,7 @@ class Point:
 
     Attributes:
         bytes: share of the cache's bytes, above 0.
-        score: the mean over tasks and its interval's ends, None where not finite; by_task: the same of each task.
+        score: the mean over tasks and its interval's ends, None if not finite; by_task: the same of each task.
         texts: the table's columns after method and budget.
         clear: whether the difference to the reference is clear of 0.
     """
@@ -48,7 +48,7 @@ class Panel:
 
     Attributes:
         scored: whether higher is better.
-        full: the full cache's mean, of each task in `tasks`; None where it is nothing to compare with.
+        full: the full cache's mean, of each task in `tasks`; None if it is nothing to compare with.
         points: in the table's order.
         versus: (budget, methods [M], paired differences [M][M] as text, starred when clear of 0).
     """

@@ -23,7 +23,7 @@ class SpanCost:
         start, stop: prompt positions.
         bought: slots per head, mean over all heads, that the span has only because it is protected.
         share: those slots' share of what a head keeps.
-        lost: the displaced tokens' share of the sum of all tokens' pooled scores; None where scores are negative and
+        lost: the displaced tokens' share of the sum of all tokens' pooled scores; None if scores are negative and
             have no shares.
     """
 

@@ -128,7 +128,7 @@ def tightest(entries: list[Relaxed], best: float) -> Relaxed | None:
 
 
 def certified_ratio(entries: list[Relaxed], shift: float) -> float:
-    """How many times the best shift the k cheapest keys' `shift` can be at most, without knowing the best one.
+    """Return how many times the best shift the k cheapest keys' `shift` can be at most, without knowing the best one.
 
     Solving the relaxed bound for it: best ≥ shift/factor − (1 + c)µ. inf where no aperture leaves anything.
     """

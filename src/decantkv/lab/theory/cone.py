@@ -24,7 +24,7 @@ class Cone:
     """Attributes:
     c: the certified constant: every residual's cosine with `direction` is at least c. At most 0: no cone.
     upper: no direction does better than this.
-    direction: [Dv] float64 unit vector u, or None where the hull holds the origin.
+    direction: [Dv] float64 unit vector u, or None if the hull holds the origin.
     rounds: how many working sets were solved.
     """
 

@@ -1,10 +1,10 @@
-"""Why the best set cannot be had: Balanced Partition, written as an eviction (§C.1).
+"""The best set is NP-hard to find: Balanced Partition, written as an eviction (§C.1).
 
 Balanced Partition asks whether n numbers (n even) split into two halves of n/2 numbers each with equal sums. It is
 NP-complete. Give every number one key of weight ε with the one-dimensional residual r_j = x_j − mean(x). The residuals
 sum to 0, so one more key with the remaining weight 1 − nε and residual 0 makes them consistent: the output is the
 weighted sum of the values. Dropping k = n/2 of the n keys then moves the output by ε·|Σ_S x_j − ½Σx| / (1 − kε), which
-is 0 exactly for a balanced half. Whoever finds the best k keys answers Balanced Partition, however small ε is.
+is 0 exactly for a balanced half. Finding the best k keys therefore answers Balanced Partition, however small ε is.
 """
 
 from __future__ import annotations

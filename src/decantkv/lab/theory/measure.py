@@ -32,7 +32,7 @@ class Plan:
         search_size: |L| of the pools whose every k-subset is looked at.
         ks: how many keys go from those.
         search_rows: rows of each query head that are searched; the cone is solved in every row.
-        n_keep: tokens a head keeps, the window included.
+        n_keep: tokens that each head keeps, the window included.
         seed: of the choice of rows.
     """
 
@@ -215,7 +215,7 @@ def _evicted(head: Head, plan: Plan) -> dict[str, Tensor]:
 
 
 def _evictions(head: Head, plan: Plan, evicted: dict[str, Tensor]) -> Iterator[Record]:
-    """What the real eviction does to the window's outputs, whatever the theory says about it."""
+    """Return what the real eviction does to the window's outputs, whatever the theory says about it."""
     output = float(torch.linalg.vector_norm(head.rows.a))
     for selection, keys in evicted.items():
         mass = head.rows.p[:, keys].sum(-1)

@@ -39,7 +39,7 @@ class Residuals:
 
     @cached_property
     def zero(self) -> Tensor | None:
-        """[M] bool, which residuals are 0, or None where none is."""
+        """[M] bool, which residuals are 0, or None if none is."""
         zero = self.distance == 0
         return zero if bool(zero.any()) else None
 

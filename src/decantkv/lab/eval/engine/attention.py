@@ -19,13 +19,13 @@ NAME = "decantkv_rows"
 
 
 class Masks(Protocol):
-    """Whoever decodes: knows what each row and head of a layer may see."""
+    """The decoding batch: it knows what each row and head of a layer may see."""
 
     def mask_of(self, layer_idx: int) -> Tensor:
-        """[R, 1 or H, T, S] bool."""
+        """Return [R, 1 or H, T, S] bool, True where a new token sees a slot."""
 
     def store_of(self, layer_idx: int) -> RaggedStore | None:
-        """What the layer attends to by itself; None where the mask says what is seen."""
+        """Return the store that the layer attends to by itself, or None if it attends through a mask."""
 
 
 _now = threading.local()

@@ -101,7 +101,7 @@ def _parts(together: AttentionWindow) -> Iterator[AttentionWindow]:
 
 
 def choose(windows: Sequence[AttentionWindow], settings: Settings, scores: Tensor) -> Kept:
-    """What is kept of one prompt, its layers as the batch: indices [layers, H, K], counts [layers, H]."""
+    """Return what is kept of one prompt, its layers as the batch: indices [layers, H, K], counts [layers, H]."""
     layers, rule, rank = len(windows), settings.allocation, type(settings.method).rank
     if rule.over_layers:
         orders = [

@@ -43,7 +43,7 @@ class Windows(list[AttentionWindow]):
 
     Attributes:
         together: the layers as the batch rows of one window, views of the same memory without what belongs to a layer
-            (index, W_O, rotation); None where the layers' attention differs in more than its tensors.
+            (index, W_O, rotation); None if the layers' attention differs in more than its tensors.
         carried: what later cuts of the prompt need not compute again.
         rehearsed: gives [layers, H, N] scores by the queries of the settings' rehearsal, while the reader stands here.
     """
@@ -324,8 +324,8 @@ class Reader:
         config = text_config(self.model)
         hidden = int(config.hidden_size)
         wide = int(getattr(config, "intermediate_size", None) or 4 * hidden)
-        width = 4 * (8 * hidden + 3 * wide)  # bytes a token, at most 4 a number
-        # bytes a token: a bool, and what a backend makes of it; on a CPU attend_chunk has one as well
+        width = 4 * (8 * hidden + 3 * wide)  # bytes per token, at most 4 per number
+        # bytes per token: a bool, and what a backend makes of it; on a CPU attend_chunk has one as well
         mask = 0 if self.plain and self.model.device.type == "cuda" else 7 * length
         return max(256, min(32768, self.memory // (width + mask)))
 
@@ -400,6 +400,6 @@ class Reader:
 
 
 def _plain(call: AttentionCall) -> bool:
-    """Whether an attention call asks for causal SDPA without a mask, which `attend_chunk` can do."""
+    """Return whether an attention call asks for causal SDPA without a mask, which `attend_chunk` can do."""
     changed = any(x is not None for x in (call.mask, call.softcap, call.sink_logits))
     return call.backend == "sdpa" and call.causal and not changed and not call.dropout

@@ -72,9 +72,9 @@ class Row:
 
 @dataclass
 class Place:
-    """Where new tokens go, [T] int64: what layers know of their batch.
+    """The slots [T] int64 of new tokens, which layers of a batch share.
 
-    They do not hold the batch itself: the two would keep each other, and their memory, until the next collection.
+    Layers hold this and not the batch: a cycle of the two would keep their memory until the next garbage collection.
     """
 
     slots: Tensor
@@ -129,7 +129,7 @@ class RowBatch:
         """Gather the rows' tokens.
 
         Args:
-            room: new tokens a row may get.
+            room: new tokens that a row may get.
             graphs: replay one captured CUDA graph a step.
             standins: take the place of the model's small operations in it.
             lanes: close the gaps before decoding, so that steps read tokens alone and no masks.
@@ -153,7 +153,7 @@ class RowBatch:
         self.lengths: Tensor | None = None  # [layers, R, H] of them
 
     def store_of(self, layer_idx: int) -> RaggedStore | None:
-        """The layer's tokens where it attends for itself, None where masks say what is seen."""
+        """Return the store of a layer that attends by itself, or None if layers attend through masks."""
         return self.stores[layer_idx] if self.stores else None
 
     def mask_of(self, layer_idx: int) -> Tensor:
@@ -215,7 +215,7 @@ class RowBatch:
     def feed(self, tokens: Sequence[Sequence[int]], *, keep: int = 1) -> Tensor:
         """Feed each row its tokens (at least one); returns logits [R, keep, V] of the last `keep` of each.
 
-        Shorter rows are padded on the left with slots that nobody sees.
+        Shorter rows are padded on the left with slots that no token sees.
         """
         width = max(len(row) for row in tokens)
         padded = torch.tensor([[0] * (width - len(row)) + list(row) for row in tokens], device=self.device)

@@ -126,7 +126,7 @@ def describe(source: str | Path | None) -> dict[str, str]:
 
 
 def has_records(source: str | Path, task: str) -> bool:
-    """Whether a local source holds a file for the task."""
+    """Return whether a local source holds a file for the task."""
     path = Path(source)
     return path.is_file() or any(_candidates(path, task))
 

@@ -45,7 +45,7 @@ class Sources:
     qa_2: QuestionSet | None = None
 
     def missing(self, task: str) -> str | None:
-        """What `task` lacks, as a hint for whoever runs it, or None."""
+        """Return what `task` lacks, as a hint for the user, or None."""
         if task in NEEDS_ESSAY and self.haystack is None:
             return "essay text (--haystack FILE_OR_FOLDER)"
         if task == "qa_1" and self.qa_1 is None:
