@@ -70,6 +70,8 @@ def test_a_callers_cache_carries_out_its_own_chunks_and_cap():
 
 @pytest.mark.parametrize("draft", ["early exit", "prompt_lookup"])
 def test_drafts_beside_a_callers_cache_wait_for_the_prompt(draft):
+    if draft == "early exit" and at_least("5.0") and not at_least("5.12"):
+        pytest.skip("transformers 5.2's own early exit calls its drafting without an argument")
     model = tiny.llama(num_hidden_layers=4)
     ids = torch.cat([tiny.prompt(40), tiny.prompt(40), tiny.prompt(20)], 1)
     options = {"assistant_early_exit": 1} if draft == "early exit" else {"prompt_lookup_num_tokens": 5}
