@@ -99,8 +99,8 @@ def test_a_budget_in_tokens_below_what_is_protected_is_refused_with_the_numbers(
 def test_protection_raises_a_share_and_says_so():
     settings = Settings.parse("dropkv", budget=0.01, sinks=4)
     assert settings.n_keep([100]) == [12]
-    assert settings.raised([100])
-    assert not settings.raised([10_000])
+    assert settings.prompt_budget([100]).raised
+    assert not settings.prompt_budget([10_000]).raised
 
 
 @pytest.mark.parametrize(

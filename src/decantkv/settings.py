@@ -17,6 +17,7 @@ from decantkv.scoring.rehearsal import Rehearsal
 from decantkv.scoring.window import AttentionWindow
 from decantkv.selection.allocation import UNIFORM, AllocationRule, resolve_allocation
 from decantkv.selection.budget import Budget, count, fixed_spans
+from decantkv.selection.prompt_budget import PromptBudget
 from decantkv.selection.selector import Kept, Order, order, select
 from decantkv.selection.tensor_parallel import Peers
 
@@ -119,14 +120,13 @@ class Settings:
         """Return how many tokens are kept whatever their score once the window has moved past all protected ones."""
         return self.fixed(sys.maxsize)
 
-    def raised(self, lengths: Sequence[int]) -> bool:
-        """Return whether protection kept more than the budget's share in some row."""
-        return any(self.budget.raised(length, self.fixed(length)) for length in lengths)
-
-    def unscored(self, lengths: Sequence[int]) -> bool:
-        """Return whether some row drops tokens and keeps only protected ones."""
-        counts = zip(lengths, self.n_keep(lengths), strict=True)
-        return any(kept == self.fixed(length) < length for length, kept in counts)
+    def prompt_budget(self, lengths: Sequence[int]) -> PromptBudget:
+        """Return what prompts of these lengths keep; errors are those of `n_keep`."""
+        n_keep, fixed = self.n_keep(lengths), [self.fixed(length) for length in lengths]
+        rows = list(zip(lengths, fixed, n_keep, strict=True))
+        raised = any(self.budget.raised(length, always) for length, always, _ in rows)
+        unscored = any(kept == always < length for length, always, kept in rows)
+        return PromptBudget(tuple(lengths), tuple(fixed), tuple(n_keep), raised, unscored)
 
     def score(self, win: AttentionWindow) -> Tensor:
         """Return [B, H, N] float32 scores, which `choose` pools."""
@@ -146,6 +146,7 @@ class Settings:
         shared: bool = False,
         n_keep: Sequence[int] | None = None,
         forced: Tensor | None = None,
+        budget: PromptBudget | None = None,
         peers: Peers | None = None,
     ) -> Kept:
         """Select by the method's own rules and these settings.
@@ -158,12 +159,13 @@ class Settings:
             shared: keep one set for all heads.
             n_keep: tokens that each head of a row keeps; None: by the budget.
             forced: [B, H, N] bool, keys that are kept before all but the protected ones; None: no such keys.
+            budget: from `prompt_budget`, for the same lengths; None: made here.
             peers: processes that hold the layer's other heads.
 
         Raises:
             ValueError: the allocation gives heads different numbers where they must share one set.
         """
-        options = self._options(scores, win, lengths, layer, shared, n_keep, forced)
+        options = self._options(scores, win, lengths, layer, shared, n_keep, forced, budget)
         return select(scores, **options, impl=self.impl, peers=peers)
 
     def order(
@@ -176,9 +178,10 @@ class Settings:
         shared: bool = False,
         n_keep: Sequence[int] | None = None,
         forced: Tensor | None = None,
+        budget: PromptBudget | None = None,
     ) -> Order:
         """Return the keys' priorities, for a rule that spreads one budget over the layers; arguments as in `choose`."""
-        return order(scores, **self._options(scores, win, lengths, layer, shared, n_keep, forced))
+        return order(scores, **self._options(scores, win, lengths, layer, shared, n_keep, forced, budget))
 
     def keep(self, win: AttentionWindow, *, layer: tuple[int, int] = (0, 1), shared: bool = False) -> Kept:
         """Score and select in one call."""
@@ -193,6 +196,7 @@ class Settings:
         shared: bool,
         n_keep: Sequence[int] | None,
         forced: Tensor | None,
+        budget: PromptBudget | None,
     ) -> dict[str, Any]:
         method = self.method
         if shared and self.allocation.ragged:
@@ -200,7 +204,10 @@ class Settings:
         if lengths is None and win is not None and win.lengths is not None:
             lengths = [int(n) for n in win.lengths.tolist()]
         rows = [scores.shape[2]] * scores.shape[0] if lengths is None else list(lengths)
-        n_keep = self.n_keep(rows) if n_keep is None else list(n_keep)
+        budget = None if budget is None or list(budget.lengths) != rows else budget
+        if n_keep is None:
+            n_keep = self.n_keep(rows) if budget is None else budget.n_keep
+        fixed = [self.fixed(length) for length in rows] if budget is None else budget.fixed
         two_stages = type(method).rank is not Method.rank
 
         def rank(pooled: Tensor, counts: list[int]) -> Tensor:
@@ -214,7 +221,7 @@ class Settings:
             return ranked.clamp(max=largest / 2).masked_fill(first, largest)
 
         return {
-            "n_keep": n_keep,
+            "n_keep": list(n_keep),
             "window": method.window,
             "pool": method.pool,
             "kernel_size": method.kernel_size,
@@ -223,7 +230,7 @@ class Settings:
             "protect": self.protect,
             "allocation": self.allocation,
             "lengths": lengths,
-            "forced_tail": [method.tail(n, self.fixed(length)) for n, length in zip(n_keep, rows, strict=True)],
+            "forced_tail": [method.tail(n, always) for n, always in zip(n_keep, fixed, strict=True)],
             "layer": layer,
             "rank": rank if two_stages or forced is not None else None,
             "shared": shared or method.shared_by_heads,

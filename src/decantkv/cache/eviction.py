@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ from decantkv.hf.masks import PromptMask
 from decantkv.scoring.rehearsal import Rehearsal
 from decantkv.scoring.window import AttentionWindow, Rotate
 from decantkv.selection.allocation import UNIFORM, Shared
+from decantkv.selection.prompt_budget import PromptBudget
 from decantkv.selection.selector import Kept
 from decantkv.selection.tensor_parallel import Peers
 from decantkv.settings import Settings
@@ -65,27 +67,27 @@ class Eviction(Policy):
     peers: Peers | None = None
     contest: LayerContest | None = None
 
-    @property
+    @functools.cached_property
     def rows(self) -> int:  # type: ignore[override]
         """As `Policy.rows`."""
         return self.settings.rows
 
-    @property
+    @functools.cached_property
     def every_query(self) -> bool:  # type: ignore[override]
         """As `Policy.every_query`."""
         return "queries" in self.settings.method.needs
 
-    @property
+    @functools.cached_property
     def listens(self) -> bool:  # type: ignore[override]
         """As `Policy.listens`."""
         return self.bounds.every is not None
 
-    @property
+    @functools.cached_property
     def uneven(self) -> bool:  # type: ignore[override]
         """As `Policy.uneven`."""
         return self.settings.allocation.by_layer
 
-    @property
+    @functools.cached_property
     def rehearsal(self) -> Rehearsal | None:  # type: ignore[override]
         """As `Policy.rehearsal`."""
         return self.settings.rehearsal
@@ -100,11 +102,13 @@ class Eviction(Policy):
         self._check_cap(prompt)
         held = seen.lengths if seen.lengths is not None else (keys.shape[2],) * keys.shape[0]
         lengths = slots.seen(held)
-        wanted = self.settings.n_keep(lengths)
-        counts = [min(n, most) for n, most in zip(wanted, held, strict=True)]
-        if counts != wanted:
+        budget = layer.cache.prompt_budget(self.settings, lengths)
+        counts = [min(n, most) for n, most in zip(budget.n_keep, held, strict=True)]
+        if counts != list(budget.n_keep):
             self.recorder.capped = True
-        answer = re_eviction.begin(self, layer, call.query, lengths, counts)
+        answer = KEPT_WHOLE
+        if self.bounds.every is not None:
+            answer = re_eviction.begin(self, layer, call.query, lengths, counts)
         before = sum({x.data_ptr(): x.nbytes for x in (keys, prompt.values)}.values())  # slack of chunks apart
         before = before * layer.logical // keys.shape[2]  # of all that was read, not of what early chunks left
         contested = False
@@ -113,16 +117,16 @@ class Eviction(Policy):
             left = slots.left(kept_counts, counts)
             self._hold(layer, prompt, call, self._stored_whole(layer, prompt, seen, left), answer, left)
         else:
-            kept = self._choose(layer, prompt, call, seen, counts)
+            kept = self._choose(layer, prompt, call, seen, counts, budget)
             with self.recorder.stopwatch.measure("compaction", device):
                 store = self._stored(layer, prompt, call, kept)
                 self._hold(layer, prompt, call, store, answer, slots.origin(kept))
             kept_counts, contested = kept.counts, self.contest is not None
         if contested and self.contest is not None:
-            for settled, counts_of, seen_by, full in self.contest.note(layer, lengths, before):
-                self._record(settled, seen_by, counts_of, full)
+            for settled, counts_of, full in self.contest.note(layer, before):
+                self._record(settled, budget, counts_of, full)
         else:
-            self._record(layer, lengths, kept_counts, before)
+            self._record(layer, budget, kept_counts, before)
 
     def _stored_whole(self, layer: EvictingLayer, prompt: Prompt, seen: PromptMask, left: Kept | None) -> DenseStore:
         """All of the prompt, or all that a cap left of it."""
@@ -153,8 +157,9 @@ class Eviction(Policy):
         layer.hold(RaggedStore.of_dense(store) if own and isinstance(store, DenseStore) else store, answer, kept)
 
     def _choose(
-        self, layer: EvictingLayer, prompt: Prompt, call: AttentionCall, seen: PromptMask, counts: list[int]
-    ) -> Kept:
+        self, layer: EvictingLayer, prompt: Prompt, call: AttentionCall, seen: PromptMask, counts: list[int],
+        budget: PromptBudget,
+    ) -> Kept:  # fmt: skip
         heads, stopwatch, device = prompt.keys.shape[1], self.recorder.stopwatch, prompt.keys.device
         with stopwatch.measure("scoring", device):
             win = window_of(
@@ -165,7 +170,7 @@ class Eviction(Policy):
         # a latent cache (MLA) stores one head for all, some models repeat heads after the cache
         shared = self.shared or call.key.shape[1] != heads
         with stopwatch.measure("selection", device):
-            kept = self._select(layer, prompt, scores, win, seen.lengths, shared, counts)
+            kept = self._select(layer, prompt, scores, win, seen.lengths, shared, counts, budget)
         if call.key.shape[1] != heads:
             kept = Kept(kept.indices[:, :1].expand(-1, heads, -1), kept.counts[:, :1].expand(-1, heads), kept.rows)
         return kept
@@ -190,38 +195,39 @@ class Eviction(Policy):
 
     def _select(
         self, layer: EvictingLayer, prompt: Prompt, scores: Tensor, win: AttentionWindow,
-        lengths: Sequence[int] | None, shared: bool, counts: list[int],
+        lengths: Sequence[int] | None, shared: bool, counts: list[int], budget: PromptBudget,
     ) -> Kept:  # fmt: skip
-        settings, terms = self._terms(layer, prompt, counts)
+        settings, terms = self._terms(layer, prompt, counts, budget)
         terms |= {"win": win, "lengths": lengths, "layer": layer.place, "shared": shared}
         if self.contest is None:
             return settings.choose(scores, peers=self.peers, **terms)
         width = prompt.keys.shape[3] + prompt.values.shape[3]
         return self.contest.enter(layer, settings.order(scores, **terms), width)
 
-    def _terms(self, layer: EvictingLayer, prompt: Prompt, counts: list[int]) -> tuple[Settings, dict[str, Any]]:
+    def _terms(
+        self, layer: EvictingLayer, prompt: Prompt, counts: list[int], budget: PromptBudget
+    ) -> tuple[Settings, dict[str, Any]]:
         """The settings for what is stored, and what they cannot know of it: counts, and where protected tokens lie."""
         trail = prompt.slots
         if not isinstance(trail, Trail):
-            return self.settings, {}
+            return self.settings, {"budget": budget}
         spans = self.settings.protect
         forced = trail.inside(spans, [layer.logical - n for n in trail.given]) if spans else None
         settings = dataclasses.replace(self.settings, protect=())
         if spans and settings.allocation.by_layer:  # a layer's share is never below what is forced into it
             rule = settings.allocation
             counts = [
-                rule.layer_budget(n, self.settings.fixed(seen), length, *layer.place)
-                for n, seen, length in zip(counts, trail.given, trail.held, strict=True)
+                rule.layer_budget(n, fixed, length, *layer.place)
+                for n, fixed, length in zip(counts, budget.fixed, trail.held, strict=True)
             ]
             settings = dataclasses.replace(settings, allocation=UNIFORM)
         return settings, {"n_keep": counts, "forced": forced}
 
-    def _record(self, layer: EvictingLayer, lengths: Sequence[int], counts: Tensor, bytes_before: int) -> None:
+    def _record(self, layer: EvictingLayer, budget: PromptBudget, counts: Tensor, bytes_before: int) -> None:
         """Write down what was kept."""
-        raised, unscored = self.settings.raised(lengths), self.settings.unscored(lengths)
         after = 0 if layer.store is None else layer.store.nbytes()
         self.recorder.add(
-            LayerRecord(layer.layer_idx, tuple(lengths), counts, bytes_before, after, raised, unscored)
+            LayerRecord(layer.layer_idx, budget.lengths, counts, bytes_before, after, budget.raised, budget.unscored)
         )  # fmt: skip
 
     # -- rounds of eviction before and after

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,7 +28,7 @@ class LayerContest:
         # weak, as layers hold their contest: an interrupted prompt's cache must go with its last reference
         self._layers: list[weakref.ref[EvictingLayer]] = []
         self._shares: list[Tensor] = []  # of each layer, [S] each stored slot's share of the layer's total
-        self._noted: list[tuple[Sequence[int], int]] = []
+        self._noted: list[int] = []
         self._contest = Contest([])
         self._width = width
 
@@ -87,22 +86,20 @@ class LayerContest:
         less = Kept(indices[..., indices.shape[2] - int(held.max()) :].contiguous(), held)
         layer.hold(store, phase.answer, less)
 
-    def note(
-        self, layer: EvictingLayer, lengths: Sequence[int], bytes_before: int
-    ) -> list[tuple[EvictingLayer, Tensor, Sequence[int], int]]:
-        """The layer holds what it keeps for now, of prompts of these lengths.
+    def note(self, layer: EvictingLayer, bytes_before: int) -> list[tuple[EvictingLayer, Tensor, int]]:
+        """The layer holds what it keeps for now.
 
         Returns:
-            Once the last layer does, each layer with the tokens [B, H] that its heads keep, its prompts' lengths and
-            its bytes before; nothing until then.
+            Once the last layer does, each layer with the tokens [B, H] that its heads keep and its bytes before;
+            nothing until then.
         """
-        self._noted.append((lengths, bytes_before))
+        self._noted.append(bytes_before)
         index, number = layer.place
         if index < number - 1:
             return []
         settled = []
         for held, noted in zip(self._layers, self._noted, strict=True):
             if (other := held()) is not None and other.kept is not None:
-                settled.append((other, other.kept.counts, *noted))
+                settled.append((other, other.kept.counts, noted))
         self._begin(0)
         return settled

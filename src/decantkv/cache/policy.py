@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -14,6 +14,8 @@ from decantkv.cache.phases import KEPT_WHOLE, Answer, Prompt, Waiting
 from decantkv.hf.attention_hook import AttentionCall, CallTerms
 from decantkv.hf.masks import PromptMask
 from decantkv.scoring.rehearsal import Rehearsal
+from decantkv.selection.prompt_budget import PromptBudget
+from decantkv.settings import Settings
 
 if TYPE_CHECKING:
     from decantkv.cache.layer import EvictingLayer
@@ -79,3 +81,10 @@ class CacheState:
         self.holds: tuple[object, ...] = ()
         self.expected = 0
         self.adapters: Adapters = ()
+        self._budget: PromptBudget | None = None
+
+    def prompt_budget(self, settings: Settings, lengths: Sequence[int]) -> PromptBudget:
+        """Return what prompts of these lengths keep, made by the first layer that asks."""
+        if self._budget is None or self._budget.lengths != tuple(lengths):
+            self._budget = settings.prompt_budget(lengths)
+        return self._budget

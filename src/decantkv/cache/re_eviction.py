@@ -10,7 +10,7 @@ from torch import Tensor
 
 from decantkv.base.precision import alike, writable
 from decantkv.base.transfer import to_device
-from decantkv.cache.phases import KEPT_WHOLE, Answer, Evicted, Whole
+from decantkv.cache.phases import Answer, Evicted, Whole
 from decantkv.cache.positions import Trail
 from decantkv.cache.stores.dense import gather_kv
 from decantkv.cache.stores.store import check
@@ -112,8 +112,6 @@ def begin(
 ) -> Answer:
     """The answer to prompts of these lengths, of which a head keeps `counts` tokens; `query`: of the prompt's end."""
     bounds, settings = policy.bounds, policy.settings
-    if bounds.every is None:
-        return KEPT_WHOLE
     own, whole, always = bounds.decode_budget, settings.budget.tokens, settings.rounds_keep()
     if bounds.protect_prompt:
         most = [n + max(n if own is None else own, settings.method.window + settings.sinks) for n in counts]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -80,27 +81,27 @@ class AttentionWindow:
     row_weights: Tensor | None = None
     stream_norm: Tensor | None = None
 
-    @property
+    @functools.cached_property
     def batch(self) -> int:
         """B."""
         return self.k.shape[0]
 
-    @property
+    @functools.cached_property
     def num_kv_heads(self) -> int:
         """H."""
         return self.k.shape[1]
 
-    @property
+    @functools.cached_property
     def group_size(self) -> int:
         """g = HQ/H, the query heads that share a KV head."""
         return self.q.shape[1] // self.k.shape[1]
 
-    @property
+    @functools.cached_property
     def window(self) -> int:
         """w, the query positions."""
         return self.q.shape[2]
 
-    @property
+    @functools.cached_property
     def kv_len(self) -> int:
         """N."""
         return self.k.shape[2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from dataclasses import dataclass
@@ -111,6 +112,7 @@ class Budget:
         return "protected tokens alone fill the budget: no score has a say in what is kept"
 
 
+@functools.lru_cache(maxsize=256)
 def fixed_spans(length: int, *, window: int, sinks: int, protect: tuple[Span, ...]) -> tuple[Span, ...]:
     """Return the always-kept positions of a prompt of `length` tokens, as disjoint ascending spans.
 
