@@ -13,8 +13,9 @@ from tests.kernels.windows import widened, window, with_hints
 FLOOR = 2 * torch.finfo(torch.float32).tiny
 
 
-def given(seed, *, dtype, weights=True, copies=0, **shape):
-    """A window with a W_O, a residual stream and weights of rows; `copies` rows attend to one key each."""
+def given(seed, *, dtype, weights=True, copies=0, shared=0.0, **shape):
+    """A window with a W_O, a residual stream and weights of rows; `copies` rows attend to one key each;
+    `shared` is what all values have in common."""
     win = window(seed, projection=20, dtype=dtype, **shape)
     g = torch.Generator().manual_seed(seed)
     for row in range(copies):
@@ -23,6 +24,7 @@ def given(seed, *, dtype, weights=True, copies=0, **shape):
         strong = (2 + row % 8) * direction  # from half of the weight to all but a millionth
         win.q[:, :, row] = strong.repeat_interleave(win.group_size, 1).to(dtype)
         win.k[:, :, key] = (8 * direction / direction.norm(dim=-1, keepdim=True)).to(dtype)
+    win.v.add_(shared)
     drawn = torch.rand(2, win.batch, win.q.shape[1], win.window, generator=g)
     win = replace(win, stream_norm=drawn[0, :, 0] + 1)
     return replace(win, row_weights=drawn[1] * (drawn[0] > 0.2)) if weights else win
@@ -44,7 +46,8 @@ def case(device, seed, unit, reduce="sum", *, hints=False, **shape):
     if unit == "weight":
         exact, allowed = reference.attention_mass(wide, reduce=reduce), 0.0
     else:
-        exact, allowed = reference.perturbation(wide, reduce=reduce, weigh=unit), slack(wide, unit)
+        exact = reference.perturbation(wide, reduce=reduce, weigh=unit)
+        allowed = 1e-4 * exact.mean() if shape.get("shared") else slack(wide, unit)
     win = with_hints(win) if hints else win
     here = {n: x.to(device) for n, x in vars(win).items() if isinstance(x, torch.Tensor)}
     options = {} if unit == "weight" else {"weigh": unit}
@@ -67,6 +70,8 @@ def run(device, dtypes):
         case(device, seed, "stream", hints=True, dtype=dtype, copies=3, **deep)
         case(device, seed, "head", dtype=dtype, sink=20, **deep)
         case(device, seed, "head", hints=True, dtype=dtype, **alone)
+        for unit, shared in (("value", 30.0), ("output", 4.0)):
+            case(device, seed, unit, dtype=dtype, copies=3, shared=shared, **{**alone, "w": 9})
         case(device, seed, "weight", dtype=dtype, **alone)
         if device != "cpu":
             for unit in ("weight", "value", "head", "output", "block", "stream"):

@@ -20,11 +20,15 @@ if __name__ == "__main__":
         cut, rows = columns.tiles(size, bd, device), outputs.output_blocks(size, bd, device)
         held = {"HELD": cut.held, "PASSING": cut.passing, "HEADS": 4, "MAX": False}
         types = {
-            **WORDS, **dict.fromkeys(("p_factor", "p_vnorm", "p_ptop", "p_out"), "*fp32"), "p_top": "*i32",
+            **WORDS, "p_top": "*i32",
+            **dict.fromkeys(("p_factor", "p_centre", "p_vnorm", "p_vshift", "p_ptop", "p_out"), "*fp32"),
             "p_turned": "*fp32" if dtype == "fp32" else "*fp16",
         }  # fmt: skip
         kinds = {
-            "cost": (columns.columns_kernel, {**held, "MASKED": False, "p_vnorm": None}, cut.warps, cut.stages),
+            "cost": (
+                columns.columns_kernel, {**held, "MASKED": False, "p_vnorm": None, "p_vshift": None}, cut.warps,
+                cut.stages,
+            ),
             "cost at the end": (columns.columns_kernel, {**held, "MASKED": True}, cut.warps, cut.stages),
             "outputs": (
                 outputs.outputs_kernel,

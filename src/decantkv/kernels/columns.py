@@ -23,6 +23,7 @@ from decantkv.kernels.weigh import norm_kernel, output_metric
 
 # Up to this weight a 16-bit output is good to 1 % of the cost; at most one key of a row weighs more.
 _DOMINANT = tl.constexpr(0.9)
+CENTRE_KEYS = 64  # whose values' mean is a head's centre
 
 
 class Tiles(NamedTuple):
@@ -55,10 +56,10 @@ def tiles(itemsize: int, dim: int, device: Device) -> Tiles:
     if itemsize == 4:
         return Tiles(32, 16, 4, 1)
     if dim > 128:
-        return Tiles(64, 64, 8, 2) if device.warpgroups else Tiles(32, 32, 4, 1)
+        return Tiles(64, 64, 8, 2) if device.warpgroups else Tiles(32, 32, 8 if device.backend == "cuda" else 4, 1)
     if device.warpgroups:
         return Tiles(128, 64, 8, 3)
-    return Tiles(64, 32, 4, 1 if device.backend == "hip" else 2)
+    return Tiles(64, 32, 4, 1) if device.backend == "hip" else Tiles(32, 64, 8, 2)
 
 
 def column_costs(
@@ -103,13 +104,18 @@ def column_costs(
         q = q.masked_fill(silent[..., None], 0.0)
         out = None if out is None else out.masked_fill(silent[..., None], 0.0)
     q = q if q.stride(3) == 1 else q.contiguous()
-    metric = v_norm = turned = None
+    metric = v_norm = v_shift = turned = centre = None
     if out is None:
         rows = Rows(lse2, factor, None, None)
     else:
+        centre = _centre(v, start)
         if output_projection is not None:
             metric, v_norm = _behind_projection(v, output_projection)
-        turned, rows = _turned(out.float(), lse2, factor, metric, v.dtype)
+            moved = centre.repeat_interleave(group, 1)
+            v_shift = moved[:, :, None] @ metric
+            v_norm += (v_shift @ moved[..., None])[..., 0]
+            v_shift = (2 * v_shift).contiguous()
+        turned, rows = _turned(out, centre, lse2, factor, metric, v.dtype)
     # no program is left without work: heads of a group share one where keys alone give enough of them
     blocks = triton.cdiv(n_keys, cut.held)
     per_program = group if blocks * batch * heads >= 4 * device.processors else 1
@@ -131,7 +137,7 @@ def column_costs(
             if number == 0:
                 continue
             columns_kernel[(number, batch * heads * (group // per_program))](
-                q, k, v, turned, *padded, v_norm, part, top, p_top, start,
+                q, k, v, turned, *padded, centre, v_norm, v_shift, part, top, p_top, start,
                 first, n_keys, window, window + room, logit_scale, cap2,
                 *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], heads,
                 G=group, HEADS=per_program, D=k.shape[3], DV=v.shape[3], BD=padded_dim(k.shape[3]),
@@ -169,10 +175,27 @@ def _behind_projection(v: Tensor, output_projection: Tensor) -> tuple[Tensor, Te
     return metric * each[:, None, None], norm.mul_(each[:, None])
 
 
+def _centre(v: Tensor, start: Tensor | None) -> Tensor:
+    """[B, H, Dv] float32: the mean of each head's last real values, from which outputs and values are measured.
+
+    ‖a − v‖² does not change when both move alike, but ‖a‖² + ‖v‖² − 2⟨a, v⟩ loses what they share.
+    """
+    first = max(0, v.shape[2] - CENTRE_KEYS)
+    near = v[:, :, first:].float()
+    if start is None:
+        return near.mean(2)
+    real = (torch.arange(first, v.shape[2], device=v.device) >= start.to(v.device)[:, None])[:, None, :, None]
+    return near.masked_fill(~real, 0.0).sum(2) / real.sum(2)
+
+
 def _turned(
-    out: Tensor, lse2: Tensor, factor: Tensor | None, metric: Tensor | None, dtype: torch.dtype
+    out: Tensor, centre: Tensor, lse2: Tensor, factor: Tensor | None, metric: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Rows]:
-    """a·M in the dots' dtype, and the rows' numbers. Float16 keeps three more bits than bfloat16, if a row fits it."""
+    """(a − centre)·M in the dots' dtype, and the rows' numbers.
+
+    Float16 keeps three more bits than bfloat16 of a row that is divided by its unit.
+    """
+    out = out.float() - centre.repeat_interleave(out.shape[1] // centre.shape[1], 1)[:, :, None]
     turned = out if metric is None else out @ metric
     norm = (turned * out).sum(-1)
     unit = torch.ones_like(norm)
@@ -205,8 +228,8 @@ def _add(scores: Tensor, top: Tensor, cost: Tensor, reduce: str, group: int) -> 
 
 @triton.jit(do_not_specialize=["first", "n_keys", "window"])
 def columns_kernel(
-    p_q, p_k, p_v, p_turned, p_lse, p_factor, p_norm, p_unit, p_vnorm, p_part, p_top, p_ptop, p_start,
-    first, n_keys, window, room, scale, cap2, sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, heads,
+    p_q, p_k, p_v, p_turned, p_lse, p_factor, p_norm, p_unit, p_centre, p_vnorm, p_vshift, p_part, p_top, p_ptop,
+    p_start, first, n_keys, window, room, scale, cap2, sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, heads,
     G: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
     HELD: tl.constexpr, PASSING: tl.constexpr, MASKED: tl.constexpr, MAX: tl.constexpr, CAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -228,15 +251,17 @@ def columns_kernel(
     b_kt = tl.trans(b_k)  # [BD, HELD]
     if p_turned is not None:
         p_v += i_b * svb + i_h * svh
-        b_v = tl.load(p_v + n.to(tl.int64)[:, None] * svn + dv[None, :], mask=m_n[:, None] & m_dv, other=0.0)
+        p_vn = p_v + n.to(tl.int64)[:, None] * svn + dv[None, :]
+        b_centre = tl.load(p_centre + i_bh.to(tl.int64) * DV + dv, mask=dv < DV, other=0.0)
+        b_v = tl.load(p_vn, mask=m_n[:, None] & m_dv, other=0.0).to(tl.float32) - b_centre[None, :]
         v_unit = 1.0
-        v_norm = tl.sum(b_v.to(tl.float32) * b_v.to(tl.float32), 1)
-        if b_v.dtype == tl.float32:
+        v_norm = tl.sum(b_v * b_v, 1)
+        if p_turned.dtype.element_ty == tl.float32:
             b_vt = tl.trans(b_v)
         else:  # a power of two that makes the tile fit float16
-            v_most = tl.max(tl.max(tl.abs(b_v.to(tl.float32)), 1), 0)
+            v_most = tl.max(tl.max(tl.abs(b_v), 1), 0)
             v_unit = tl.exp2(tl.ceil(tl.log2(tl.maximum(v_most, 1e-30))))
-            b_vt = tl.trans((b_v.to(tl.float32) / v_unit).to(tl.float16))  # [BDV, HELD]
+            b_vt = tl.trans((b_v / v_unit).to(tl.float16))  # [BDV, HELD]
     low = 0
     if MASKED:
         low = tl.maximum(n0 - (n_keys - window), 0) // PASSING * PASSING
@@ -249,7 +274,9 @@ def columns_kernel(
         i_bq = i_b * heads * G + i_q
         p_qh, o_rows = p_q + i_b * sqb + i_q * sqh, i_bq * room
         if p_vnorm is not None:
-            v_norm = tl.load(p_vnorm + i_bq * n_keys + n, mask=m_n, other=0.0)
+            b_shift = tl.load(p_vshift + i_bq * DV + dv, mask=dv < DV, other=0.0)
+            b_v = tl.load(p_vn, mask=m_n[:, None] & m_dv, other=0.0).to(tl.float32)
+            v_norm = tl.load(p_vnorm + i_bq * n_keys + n, mask=m_n, other=0.0) - tl.sum(b_v * b_shift[None, :], 1)
         for i0 in range(low, room, PASSING):
             i = i0 + row
             b_q = tl.load(p_qh + i0 * step + o_q, mask=m_d, other=0.0)  # [PASSING, BD]

@@ -117,15 +117,17 @@ def outputs_kernel(
         b_v = tl.load(
             p_v + n.to(tl.int64)[:, None] * svn + dv[None, :], mask=m_n[:, None] & (dv < DV)[None, :], other=0.0
         )
-        weight = weight * decay + tl.sum(e, 1)
         acc = acc * decay[:, None]
         if b_v.dtype == tl.bfloat16:
             e_hi = e.to(tl.bfloat16)
+            if PARTS == 1:  # what all values share is then divided by the very weights that multiplied it
+                e = e_hi.to(tl.float32)
             acc += dot(e_hi, b_v, PRECISION)
             if PARTS == 2:
                 acc += dot((e - e_hi.to(tl.float32)).to(tl.bfloat16), b_v, PRECISION)
         else:  # float16 weights would lose a flat row's tail to underflow; tf32 holds float16 values exactly
             acc += dot(e, b_v.to(tl.float32), PRECISION)
+        weight = weight * decay + tl.sum(e, 1)
         m = m_new
     seen = weight > 0
     out = acc / tl.where(seen, weight, 1.0)[:, None]
