@@ -69,18 +69,45 @@ def test_memory_that_runs_out_leaves_the_cache_as_it_was(way, layer):
         assert torch.equal(chat.say(rows), calm.say(rows))
 
 
-def test_a_hybrid_that_cannot_go_back_is_refused_until_it_is_reset():
+@pytest.mark.parametrize("grad", [torch.no_grad, torch.inference_mode])
+def test_a_hybrid_goes_back_to_windows_that_have_moved_on(grad):
     model = build("gemma3", "sdpa")
     failing = model.model.layers[2].mlp = Failing(model.model.layers[2].mlp)
-    cache = decantkv.EvictingCache(model, budget=0.3, window=4)
-    logits_with(model, cache, {"input_ids": tiny.prompt(60)}, [])  # past the sliding window
-    name, token = {cache_argument(model): cache}, {"position_ids": torch.tensor([[60]])}
+    name = cache_argument(model)
+    cache, calm = (decantkv.EvictingCache(model, budget=0.3, window=4) for _ in range(2))
+    with grad():
+        for filled in (cache, calm):
+            model(tiny.prompt(60), **{name: filled})  # past the sliding window
+        for number in (1, 3):
+            failing.on = True
+            with pytest.raises(torch.OutOfMemoryError):
+                model(tiny.prompt(number), **{name: cache})
+            failing.on = False
+            assert lengths(cache) == lengths(calm)
+            again, once = (model(tiny.prompt(number), **{name: x}).logits for x in (cache, calm))
+            assert torch.equal(again, once)
+
+
+def test_a_cache_that_has_evicted_since_is_refused_until_it_is_reset():
+    model = tiny.llama()
+    failing = model.model.layers[1].mlp = Failing(model.model.layers[1].mlp)
+    cache = decantkv.EvictingCache(model, budget=20, window=4, every=1)
+    logits_with(model, cache, {"input_ids": tiny.prompt(60)}, [])
+    name = {cache_argument(model): cache}
     failing.on = True
     with torch.no_grad(), pytest.raises(torch.OutOfMemoryError):
-        model(tiny.prompt(1), **token, **name)
+        model(tiny.prompt(1), **name)
     failing.on = False
-    with torch.no_grad(), pytest.raises(ValueError, match=r"cache: expected layers that hold the same .* reset\(\)"):
-        model(tiny.prompt(1), **token, **name)
+    for act in (lambda: model(tiny.prompt(1), **name), lambda: cache.crop(-1), lambda: cache.reorder_cache([0])):
+        with (
+            torch.no_grad(),
+            pytest.raises(ValueError, match=r"cache: expected layers that hold the same .* reset\(\)"),
+        ):
+            act()
+    cache.reset()
+    fresh = decantkv.EvictingCache(model, budget=20, window=4, every=1)
+    again, once = (logits_with(model, x, {"input_ids": PROMPTS[0]}, []) for x in (cache, fresh))
+    assert torch.equal(again, once)
 
 
 @pytest.mark.parametrize("decode", ["own", "model"])

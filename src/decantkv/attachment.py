@@ -197,10 +197,14 @@ class Run:
         attention_hook.thoroughly(_undo)
 
     def __enter__(self) -> Self:
-        model = self._model()
-        if model is not None and model in _attached:
-            _attached[model].hold_weakly(self)
-        return self
+        try:
+            model = self._model()
+            if model is not None and model in _attached:
+                _attached[model].hold_weakly(self)
+            return self
+        except BaseException:  # an interrupt: the context never began, and nobody will end it
+            self.detach()
+            raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

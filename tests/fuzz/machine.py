@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import copy
 import gc
-import linecache
 import re
-import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -24,10 +20,12 @@ from transformers import DynamicCache
 
 from decantkv import EvictingCache, attach
 from decantkv.cache.evicting_cache import deferred
+from decantkv.cache.forwards import _BEFORE
 from decantkv.hf.attention_hook import UnsupportedModelError
 from tests.fuzz.models import VOCABULARY, Subject, subject
 from tests.fuzz.setup import Setup, settings, setups
 from tests.fuzz.truth import Reader, Truth
+from tests.support.interrupts import counting
 
 LONGEST, MOST_ROWS, MOST_CACHES = 64, 4, 3
 TOLERANCE, TOLERANCE_FP8 = 2e-4, 6e-2
@@ -64,17 +62,14 @@ class Counts:
 counts = Counts()
 
 
-class Interrupt(KeyboardInterrupt):
-    """Ctrl-C at a chosen point."""
-
-
 @dataclass
 class Entry:
-    """A cache, what is true of it, and by which settings it evicts."""
+    """A cache, what is true of it, and by which settings it evicts; unsettled: a forward was interrupted."""
 
     cache: Any
     truth: Truth
     reader: Reader
+    unsettled: bool = False
 
 
 class Machine(RuleBasedStateMachine):
@@ -127,7 +122,7 @@ class Machine(RuleBasedStateMachine):
         entry = self._entry(cache)
         if entry is None and isinstance(cache, DynamicCache) and self.runs:
             entry = self._add(cache, self.runs[-1][1])
-        if entry is not None and entry.truth.length:
+        if entry is not None and entry.truth.length and not entry.unsettled:
             entry.reader.read(cache, entry.truth)
         self.before.append((entry, cache))
 
@@ -143,7 +138,7 @@ class Machine(RuleBasedStateMachine):
             real = torch.ones_like(ids).bool() if mask is None else mask.bool()
             self._compare(output.logits, self.subject.judge(ids, real, None, {}), real, TOLERANCE)
             return
-        truth = entry.truth
+        truth, entry.unsettled = entry.truth, False
         if truth.length == 0:
             entry.truth = truth = Truth.empty(ids.shape[0])
         real = torch.ones_like(ids).bool() if mask is None else mask[:, -ids.shape[1] :].bool()
@@ -217,6 +212,8 @@ class Machine(RuleBasedStateMachine):
             after = self._shape(entry.cache)
             if after != shape:
                 assert self._refuses(entry), f"a refused call changed the cache: {shape} became {after}"
+            elif not any(layer.get_seq_length() for layer in entry.cache.layers):
+                entry.truth = Truth.empty(1)  # of a prompt whose chunks were read and forgotten
             elif 0 < entry.truth.length < LONGEST:
                 self._probe(entry)
         return False
@@ -283,16 +280,19 @@ class Machine(RuleBasedStateMachine):
 
     def _read(self, entry: Entry, rows: list[int], parts: list[int], bare: bool) -> None:
         ids, real = self._padded(rows)
+        self._parts(entry.cache, ids, real, parts, bare)
+        entry.reader.read(entry.cache, entry.truth)
+
+    def _parts(self, cache: Any, ids: Tensor, real: Tensor, parts: list[int], bare: bool = False) -> None:
         if not parts:
-            self._forward(entry.cache, ids, real, bare)
+            self._forward(cache, ids, real, bare)
             return
-        with deferred(entry.cache):
+        with deferred(cache):
             done = 0
             while done < ids.shape[1]:
                 stop = min(ids.shape[1], done + parts.pop(0) if parts else ids.shape[1])
-                self._forward(entry.cache, ids[:, done:stop], real[:, :stop], bare)
+                self._forward(cache, ids[:, done:stop], real[:, :stop], bare)
                 done = stop
-        entry.reader.read(entry.cache, entry.truth)
 
     @rule(index=which, number=st.integers(1, 4), bare=st.booleans())
     def steps(self, index: int, number: int, bare: bool) -> None:
@@ -469,9 +469,9 @@ class Machine(RuleBasedStateMachine):
             position = (real.long().cumsum(-1) - 1).clamp_min(0)
             self.model(input_ids=ids, attention_mask=real.long(), position_ids=position, use_cache=False)
 
-    @rule(index=which, rows=turns, at=st.integers(1, 1500))
-    def interrupt(self, index: int, rows: list[int], at: int) -> None:
-        """Ctrl-C somewhere in a forward: then the cache is as before, or as after, or refuses to go on."""
+    @rule(index=which, rows=turns, parts=pieces, at=st.integers(1, 1500))
+    def interrupt(self, index: int, rows: list[int], parts: list[int], at: int) -> None:
+        """Ctrl-C somewhere in a prompt or a turn: then the cache is as before, or refuses to go on."""
         if not self.interrupts:
             return
         entry = self._pick(index)
@@ -482,12 +482,14 @@ class Machine(RuleBasedStateMachine):
         ids, real = self._padded(rows)
         seen = torch.cat([before.real, real], 1) if before.length else real
         shape = self._shape(entry.cache)
-        self.quiet, fired = True, []
+        self.quiet, fired = True, False
+        gc.collect()
+        gc.disable()  # finalizers would run at other places each time, and Python swallows what is raised in them
         try:
-            with interrupting(at, fired):
-                self._forward(entry.cache, ids, seen)
-        except Interrupt:
-            pass
+            with counting(at):
+                self._parts(entry.cache, ids, seen, [] if before.length else list(parts))
+        except KeyboardInterrupt:
+            fired = True
         except ValueError as error:
             self.quiet = False
             self._refused(error)
@@ -496,64 +498,45 @@ class Machine(RuleBasedStateMachine):
             return
         finally:
             self.quiet = False
+            gc.enable()
         self.plain([7])
-        after = before.fork() if before.length else Truth.empty(len(rows))
+        counts.interrupts += fired
+        entry.unsettled = _BEFORE in vars(entry.cache)  # in the midst of a forward, which must leave no trace
+        came = 0 if entry.unsettled else entry.cache.get_seq_length() - before.length
+        assert fired or came == ids.shape[1], f"{came} of {ids.shape[1]} tokens came without an interrupt"
+        if came:
+            entry.truth = self._grown(before, ids[:, :came], real[:, :came])
+            entry.reader.read(entry.cache, entry.truth)
+        if fired:
+            self._after_interrupt(entry, ids, real)
+
+    def _grown(self, before: Truth, ids: Tensor, real: Tensor) -> Truth:
+        after = before.fork() if before.length else Truth.empty(ids.shape[0])
         after.grow(ids, real)
         self.subject.judge(ids, after.real, after.full, after.kept)
-        if fired:
-            counts.interrupts += 1
-            self._after_interrupt(entry, before, after)
-        else:
-            entry.truth = after
-            entry.reader.read(entry.cache, after)
+        return after
 
-    def _after_interrupt(self, entry: Entry, before: Truth, after: Truth) -> None:
-        lengths = {layer.get_seq_length() for layer in entry.cache.layers}
-        whole = next((truth for truth in (before, after) if lengths == {truth.length}), None)
-        if whole is None:
-            assert self._refuses(entry), f"a cache that was interrupted between layers went on: {lengths}"
-            return
-        entry.truth = whole
-        try:
-            if whole.length == 0:
-                self._read(entry, [9, 12], [], False)
-            else:
-                self._turn_once(entry)
-        except (ValueError, RuntimeError) as error:
-            self.before.clear()
-            self._refused(error, interrupted=True)
-            self._drop(entry)
+    def _after_interrupt(self, entry: Entry, ids: Tensor, real: Tensor) -> None:
+        """The rest of a prompt, a new prompt or another token, answered at the second call at the latest."""
+        truth, calls = entry.truth, 0
+        while True:
+            calls += 1
+            try:
+                if truth.length == 0:
+                    self._read(entry, [9, 12], [], False)
+                elif truth.prompt == 0 and truth.length < ids.shape[1]:
+                    self._forward(entry.cache, ids[:, truth.length :], real)
+                else:
+                    self._turn_once(entry)
+                return
+            except ValueError as error:
+                self.before.clear()
+                if "call again" in str(error) and calls == 1:
+                    continue
+                self._refused(error, interrupted=True)
+                self._drop(entry)
+                return
 
     def _turn_once(self, entry: Entry) -> None:
         ids = self._ids(entry.truth.batch, 1)
         self._forward(entry.cache, ids, torch.cat([entry.truth.real, torch.ones_like(ids).bool()], 1))
-
-
-OURS = str(Path(attach.__code__.co_filename).parent)
-
-
-@contextmanager
-def interrupting(at: int, fired: list[int]) -> Iterator[None]:
-    """Raise `Interrupt` at the `at`-th call of Python or line of ours; `fired` is filled when it does."""
-    left = at
-
-    def trace(frame: FrameType, event: str, arg: Any) -> Any:
-        nonlocal left
-        if event in ("call", "line"):
-            left -= 1
-        # a block's end has its `with`'s line: what is raised there leaves a lock locked
-        source = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-        if left <= 0 and not fired and not source.lstrip().startswith("with "):
-            fired.append(at)
-            raise Interrupt
-        return trace if not fired and frame.f_code.co_filename.startswith(OURS) else None
-
-    before = sys.gettrace()
-    gc.collect()
-    gc.disable()  # finalizers would run at other places each time, and Python swallows what is raised in them
-    sys.settrace(trace)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
-        gc.enable()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import linecache
 import sys
 from collections.abc import Callable, Iterator
@@ -17,8 +18,9 @@ PLACES = (
 )
 
 
-def _of_with(frame: Any) -> bool:
-    return linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith(("with ", "async with "))
+@functools.cache
+def _of_with(file: str, line: int) -> bool:
+    return linecache.getline(file, line).lstrip().startswith(("with ", "async with "))
 
 
 @contextmanager
@@ -33,7 +35,7 @@ def counting(stop: int | None, places: tuple[str, ...] = PLACES) -> Iterator[lis
     def trace(frame: Any, event: str, arg: Any) -> Any:
         if not any(place in frame.f_code.co_filename for place in places):
             return None
-        if event == "line" and not _of_with(frame):
+        if event == "line" and not _of_with(frame.f_code.co_filename, frame.f_lineno):
             count[0] += 1
             if count[0] == stop:
                 sys.settrace(None)

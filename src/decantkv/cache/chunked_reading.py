@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin, DynamicCache
+from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 
 from decantkv.cache.layer import EvictingLayer
 from decantkv.cache.phases import Waiting
@@ -47,19 +47,19 @@ def defer(cache: DynamicCache) -> None:
 
 
 def decide(cache: DynamicCache) -> None:
-    """The prompt's last chunk is in."""
+    """The prompt's last chunk is in. A failure leaves the cache empty."""
     layers = evicting_layers(cache)
     rehearsal = next((layer.policy.rehearsal for layer in layers if isinstance(layer.phase, Waiting)), None)
-    if rehearsal is not None:
-        try:
+    try:
+        if rehearsal is not None:
             rehearse_prompt(cache, rehearsal)
-        except BaseException:
-            for layer in cache.layers:
-                empty(layer)
-            raise
-    forget_read(cache)
-    for layer in layers:
-        layer.finish()
+        forget_read(cache)
+        for layer in layers:
+            layer.finish()
+    except BaseException:
+        for layer in cache.layers:
+            empty(layer)
+        raise
 
 
 def give_up(cache: DynamicCache) -> None:
@@ -69,11 +69,11 @@ def give_up(cache: DynamicCache) -> None:
 
 
 def empty(layer: CacheLayerMixin) -> None:
-    """Make a layer as it was before its prompt."""
+    """Reset a layer, and whatever kind it is, make it ready for a prompt of any batch."""
     layer.reset()
-    keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-    if isinstance(keys, Tensor) and isinstance(values, Tensor):  # transformers 4.x puts zeros in their place
-        layer.keys, layer.values = keys[..., :0, :], values[..., :0, :]
+    if isinstance(layer, DynamicLayer) and isinstance(layer.keys, Tensor):  # before 5.24, zeros in their place
+        layer.keys = layer.values = None
+        layer.is_initialized = False
 
 
 def evicting_layers(cache: object) -> list[EvictingLayer]:

@@ -18,11 +18,11 @@ from decantkv.base.options import Allocation, Impl, Span
 from decantkv.cache import files, identity
 from decantkv.cache.bounds import UNBOUNDED, Bounds, Decode
 from decantkv.cache.call_window import window_of
-from decantkv.cache.chunked_reading import Following, decide, defer, deferred, evicting_layers, give_up
+from decantkv.cache.chunked_reading import Following, decide, defer, deferred, empty, evicting_layers, give_up
 from decantkv.cache.concat import join
 from decantkv.cache.eviction import Eviction
 from decantkv.cache.file_checks import understood
-from decantkv.cache.forwards import Watch
+from decantkv.cache.forwards import Watch, changing, settle
 from decantkv.cache.layer import EvictingLayer
 from decantkv.cache.layer_contest import LayerContest
 from decantkv.cache.memory import weighed
@@ -208,21 +208,39 @@ class EvictingCache(DynamicCache):
         Raises:
             ValueError: that reaches into what the prompt's eviction left; no layer was changed.
         """
-        remove = -tokens_to_remove if tokens_to_remove <= 0 else max(0, self.get_seq_length() - tokens_to_remove)
-        evicting = evicting_layers(self)
-        length = self.get_seq_length() - remove  # an interrupted forward leaves layers of unequal lengths
-        for layer in evicting:
-            layer.checked_crop(min(0, length - layer.logical))
-        with _restored_on_error([layer for layer in self.layers if not isinstance(layer, EvictingLayer)]) as others:
-            for other in others:
-                if remove or getattr(other, "record_past", False):  # in 4.x, crop(0) empties transformers' layers
-                    other.crop(-remove)
-        for layer in evicting:
-            layer.crop(min(0, length - layer.logical))
+        visible = self.get_seq_length()  # with what an interrupted forward stored
+        length = max(0, visible + tokens_to_remove) if tokens_to_remove <= 0 else tokens_to_remove
+        with changing(self):
+            remove = max(0, self.get_seq_length() - length)
+            evicting = evicting_layers(self)
+            for layer in evicting:
+                layer.checked_crop(-remove)
+            with _restored_on_error([layer for layer in self.layers if not isinstance(layer, EvictingLayer)]) as others:
+                for other in others:
+                    if remove or getattr(other, "record_past", False):  # in 4.x, crop(0) empties transformers' layers
+                        other.crop(-remove)
+            for layer in evicting:
+                layer.crop(-remove)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Rows in a new order, as beam search wants them."""
+        with changing(self):
+            super().reorder_cache(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row `repeats` times."""
+        with changing(self):
+            super().batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Only these rows."""
+        with changing(self):
+            super().batch_select_indices(indices)
 
     def reset(self) -> None:
         """Empty again, as after a forward that was interrupted."""
-        super().reset()
+        for layer in self.layers:
+            empty(layer)
         if self.steps is not None:
             self.steps.forget()
 
@@ -258,6 +276,7 @@ class EvictingCache(DynamicCache):
         Raises:
             ValueError: a prompt is being read, or the method or allocation is not decantkv's own.
         """
+        settle(self)
         about = {
             "settings": files.settings_as_dict(self.settings),
             "bounds": dataclasses.asdict(self.bounds),
@@ -312,6 +331,8 @@ class EvictingCache(DynamicCache):
         """
         if not caches:
             raise ValueError("caches: expected at least one, got none")
+        for cache in caches:
+            settle(cache)
         first = caches[0]
         model = first._hold.model()
         for other in caches[1:]:

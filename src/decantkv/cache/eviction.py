@@ -262,7 +262,7 @@ class Eviction(Policy):
         """Every so many tokens, evict from all that is stored."""
         if not isinstance(layer.answer, EvictedAnswer):
             return
-        layer.answer.remember(call.query)
+        layer.answer.remember(call.query, in_place=layer.postponed)
         if layer.postponed:
             layer.noted = CallTerms.of(call)
         elif self.due(layer):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
@@ -121,6 +121,13 @@ class Answer:
 
     def crop(self, removed: int, logical: int) -> None:
         """The newest `removed` tokens are gone, `logical` are left."""
+
+    def standing(self) -> tuple[Any, ...]:
+        """What `go_back` needs; nothing is copied."""
+        return ()
+
+    def go_back(self, standing: tuple[Any, ...]) -> None:
+        """Forget what a forward that was interrupted or failed left."""
 
     def select_rows(self, rows: Tensor) -> None:
         """Batch rows in a new order, repeated or left out."""

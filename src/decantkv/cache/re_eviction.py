@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -31,12 +31,14 @@ class EvictedAnswer(Answer):
         renewed: logical length at the last eviction.
         recent: [B, HQ, ≤ rows, D] the last queries.
         rows: how many of them a window holds.
+        given: how many were ever remembered.
     """
 
     evicted = True
 
     def __init__(self, frame: Tensor, renewed: int, recent: Tensor, rows: int) -> None:
         self.frame, self.renewed, self.recent, self.rows = frame, renewed, recent, rows
+        self.given = 0
 
     @classmethod
     def begin(cls, frame: Tensor, logical: int, query: Tensor, rows: int) -> EvictedAnswer:
@@ -49,10 +51,15 @@ class EvictedAnswer(Answer):
         """Whether as many queries were seen as a window holds, so that more are written in place."""
         return self.recent.shape[2] == self.rows
 
-    def remember(self, query: Tensor) -> None:
-        """Add new queries and forget those that no window will hold again."""
+    def remember(self, query: Tensor, *, in_place: bool) -> None:
+        """Add new queries and forget those that no window will hold again.
+
+        Args:
+            in_place: a graph may hold the tensor.
+        """
         new = query[:, :, -self.rows :]
-        if self.steady:  # in place, so that a graph can hold it
+        self.given += query.shape[2]
+        if in_place and self.steady:
             held = self.recent = writable(self.recent, new)
             held.copy_(torch.cat([held[:, :, new.shape[2] :], new], 2))
         else:
@@ -63,6 +70,17 @@ class EvictedAnswer(Answer):
         """The newest queries go with their tokens."""
         self.recent = self.recent[:, :, : max(0, self.recent.shape[2] - removed)]
         self.renewed = min(self.renewed, logical)
+
+    def standing(self) -> tuple[Any, ...]:
+        """As `Answer.standing`."""
+        return self.renewed, self.recent, self.given
+
+    def go_back(self, standing: tuple[Any, ...]) -> None:
+        """As `Answer.go_back`; queries that newer ones were written over are gone."""
+        self.renewed, recent, given = standing
+        if self.recent is recent:
+            recent = recent[:, :, : max(0, recent.shape[2] - self.given + given)]
+        self.recent, self.given = recent, given
 
     def select_rows(self, rows: Tensor) -> None:
         """As `Answer.select_rows`."""
@@ -149,6 +167,7 @@ def renew(policy: Eviction, layer: EvictingLayer, call: CallTerms) -> None:
     kept = policy.choose_round(win, held, counts, forced)
     with policy.recorder.stopwatch.measure("compaction", keys.device):
         announced = layer.until_eviction()
+        layer.hold(store, answer, layer.kept)  # anew: no interrupted forward goes back behind an eviction
         store = store.refill(*gather_kv(keys, values, kept.indices), kept, announced=announced)
         layer.hold(store, answer, trail.origin(kept))
         policy.check_filler(store, call.attention_class)

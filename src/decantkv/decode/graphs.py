@@ -132,10 +132,13 @@ class StepGraphs:
             self._step = self._record(original, kwargs, place)
             if self._step is None:
                 return original(**kwargs)
+            stores[0].changing = True  # the device counts for itself: an interrupt here leaves both counts apart
             self._step.graph.replay()
         else:
+            stores[0].changing = True
             self._step.replay(kwargs)
             self._count(1)
+        stores[0].changing = False
         out = self._step.output(kwargs)
         if expected is not None and before is not None:
             if not _agree(expected, self._state(out.logits)):
@@ -238,6 +241,9 @@ class StepGraphs:
             self._restore(before)
             self._trust.give_up(_first_line(error))
             return None
+        except BaseException:
+            self._restore(before)
+            raise
         return _Step(graph, ids, position, out, place)
 
     def _count(self, new: int) -> None:

@@ -206,10 +206,15 @@ class DenseStore:
 
     def crop(self, number: int) -> None:
         """Forget the newest `number` tokens; their slots become slack."""
-        self.length -= number
+        self.cut(self.length - number)
         self.settled = min(self.settled, self.length)
         if self.valid is not None:
             self.valid = self.valid[:, :, : self.length]
+
+    def cut(self, length: int) -> bool:
+        """As `Store.cut`; the slots behind become slack."""
+        self.length = length
+        return True
 
     def select_rows(self, rows: Tensor) -> None:
         """As `Store.select_rows`."""

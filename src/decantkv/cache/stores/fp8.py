@@ -55,10 +55,10 @@ class Fp8Store(DenseStore):
         self.length += keys.shape[2]
         return new
 
-    def crop(self, number: int) -> None:
-        """Forget the newest `number` tokens."""
-        self.each(lambda x: x[:, :, : self.length - number])
-        super().crop(number)
+    def cut(self, length: int) -> bool:
+        """As `Store.cut`."""
+        self.each(lambda x: x[:, :, :length])
+        return super().cut(length)
 
     def _overwrite(self, keys: Tensor) -> None:
         values = self.values

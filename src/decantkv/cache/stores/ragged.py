@@ -47,6 +47,7 @@ class RaggedStore:
         appended: columns given since the prompt, pads included, which is how far `crop` may go back.
         real: [B, C] bool, False where one of the first C appended columns is a pad; None while all are tokens.
         fresh: new tokens that wait for their attention call: keys and values, or nothing.
+        changing: an interrupt in the midst of a change leaves this True, and the lanes of no use.
     """
 
     attends, hides = True, False
@@ -68,12 +69,18 @@ class RaggedStore:
         self.real: Tensor | None = None
         self.fresh: tuple[Tensor, ...] = ()
         self.home = keys.device
+        self.changing = False
         self._splits: Splits | None = None
 
     @property
     def stored(self) -> int:
         """The most tokens any head holds."""
         return int(self.lens.max())
+
+    @property
+    def length(self) -> int:
+        """Columns since the last eviction."""
+        return self.appended
 
     @property
     def staged(self) -> int:
@@ -135,12 +142,14 @@ class RaggedStore:
             self._grow(max(new + reserve, ROOM))
         self.keys, self.values = writable(self.keys, keys), writable(self.values, values)
         self.lens = writable(self.lens, self.lens)
+        self.changing = True
         if real is not None or not self._append_at_once(keys, values):
             self._append_each(keys, values, real)
         if real is not None:
             self.real = torch.cat([self.columns(), real], 1)
         self.room -= new
         self.appended += new
+        self.changing = False
 
     def _append_each(self, keys: Tensor, values: Tensor, real: Tensor | None) -> None:
         """Write and count by torch's operations."""
@@ -284,7 +293,10 @@ class RaggedStore:
             raise ValueError(
                 f"crop: expected to remove at most the {self.appended} tokens after the evicted prompt, got {number}"
             )
+        if number == 0:
+            return
         left = self.appended - number
+        self.changing = True
         self.lens = writable(self.lens, self.lens)
         if self.real is None or left >= self.real.shape[1]:
             self.lens -= number
@@ -293,6 +305,14 @@ class RaggedStore:
             self.real = self.real[:, :left] if left else None
         self.room += number
         self.appended = left
+        self.changing = False
+
+    def cut(self, length: int) -> bool:
+        """As `Store.cut`."""
+        if self.changing or length > self.appended:
+            return False
+        self.crop(self.appended - length)
+        return True
 
     def columns(self) -> Tensor:
         """[B, appended] bool: which columns given since the prompt are tokens of each row, not pads."""
@@ -323,8 +343,7 @@ class RaggedStore:
         # every slot is filled here, so that counting by lane is counting by span
         before = torch.nn.functional.pad(keep.long().cumsum(0), (1, 0))
         lens = before[self.starts + self.lens] - before[self.starts]
-        self.keys, self.values = self.keys[keep], self.values[keep]
-        self._layout(lens, 0)
+        self._layout(self.keys[keep], self.values[keep], lens, 0)
 
     def lanes(self) -> Tensor:
         """[S] int64: which lane each slot belongs to."""
@@ -469,14 +488,16 @@ class RaggedStore:
         lane = torch.repeat_interleave(capacity, output_size=slots)
         source = torch.arange(slots, device=lens.device) - (ends - capacity)[lane] + old[lane]
         if self.keys.shape[0] == 0:  # no lane holds a token, as an allocation over layers may have it
-            self.keys, self.values = (x.new_empty(slots, x.shape[1]) for x in (self.keys, self.values))
+            keys, values = (x.new_empty(slots, x.shape[1]) for x in (self.keys, self.values))
         else:
             # a lane's room is filled with whatever follows it: it is never read before it is written
             source = source.clamp_max_(self.keys.shape[0] - 1)
             with torch.inference_mode(False):  # they are written later, perhaps outside
-                self.keys, self.values = self.keys[source], self.values[source]
-        self._layout(lens, room)
+                keys, values = self.keys[source], self.values[source]
+        self._layout(keys, values, lens, room)
 
-    def _layout(self, lens: Tensor, room: int) -> None:
+    def _layout(self, keys: Tensor, values: Tensor, lens: Tensor, room: int) -> None:
         capacity = lens + room
-        self.lens, self.starts, self.room, self._splits = lens, capacity.cumsum(0) - capacity, room, None
+        starts = capacity.cumsum(0) - capacity
+        # in one statement, which no signal divides
+        self.keys, self.values, self.lens, self.starts, self.room, self._splits = keys, values, lens, starts, room, None

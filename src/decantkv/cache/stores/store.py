@@ -35,6 +35,10 @@ class Store(Protocol):
         """The values of all tokens, in the store's own layout."""
 
     @property
+    def length(self) -> int:
+        """What `cut` counts: slots, or columns since the last eviction."""
+
+    @property
     def batch(self) -> int:
         """B."""
 
@@ -80,6 +84,9 @@ class Store(Protocol):
 
     def crop(self, number: int) -> None:
         """Forget the newest `number` columns."""
+
+    def cut(self, length: int) -> bool:
+        """Whether all that was written, or was being written, behind so many slots or columns is forgotten."""
 
     def select_rows(self, rows: Tensor) -> None:
         """Batch rows in a new order, repeated or left out; rows: [B'] int64."""
