@@ -21,15 +21,18 @@ if TYPE_CHECKING:
         AdaKV,
         AnDPro,
         AnDProChunks,
+        Compactor,
         CriticalKV,
         DefensiveKV,
         DropKV,
         ExpectedAttention,
+        KeyDiff,
         KNorm,
         Method,
         PyramidKV,
         Random,
         Recent,
+        ReSTKV,
         Sliding,
         SnapKV,
         Streaming,
@@ -37,7 +40,7 @@ if TYPE_CHECKING:
     )
     from decantkv.scoring.rehearsal import Rehearsal
     from decantkv.scoring.window import AttentionWindow
-    from decantkv.selection.allocation import Ada, AdaKvpress, AllocationRule, Pyramid, register_allocation
+    from decantkv.selection.allocation import Ada, AdaKvpress, AllocationRule, Global, Pyramid, register_allocation
     from decantkv.selection.budget import Budget
     from decantkv.selection.selector import Kept, select
 
@@ -56,18 +59,22 @@ __all__ = [
     "AnDProChunks",
     "AttentionWindow",
     "Budget",
+    "Compactor",
     "CriticalKV",
     "DefensiveKV",
     "DropKV",
     "EvictingCache",
     "ExpectedAttention",
+    "Global",
     "KNorm",
     "Kept",
+    "KeyDiff",
     "Memory",
     "Method",
     "Pyramid",
     "PyramidKV",
     "Random",
+    "ReSTKV",
     "Recent",
     "Rehearsal",
     "Report",
@@ -86,7 +93,9 @@ __all__ = [
 ]
 
 _HOME = {
-    **dict.fromkeys(("Ada", "AdaKvpress", "AllocationRule", "Pyramid", "register_allocation"), "selection.allocation"),
+    **dict.fromkeys(
+        ("Ada", "AdaKvpress", "AllocationRule", "Global", "Pyramid", "register_allocation"), "selection.allocation"
+    ),
     **dict.fromkeys(("EvictingCache", "cache_argument"), "cache.evicting_cache"),
     **dict.fromkeys(("Run", "attach"), "attachment"),
     **dict.fromkeys(("Kept", "select"), "selection.selector"),

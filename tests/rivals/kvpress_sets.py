@@ -10,7 +10,15 @@ import sys
 from pathlib import Path
 
 import torch
-from kvpress import AdaKVPress, CriticalKVPress, ExpectedAttentionPress, KnormPress, SnapKVPress, TOVAPress
+from kvpress import (
+    AdaKVPress,
+    CriticalKVPress,
+    ExpectedAttentionPress,
+    KeyDiffPress,
+    KnormPress,
+    SnapKVPress,
+    TOVAPress,
+)
 from transformers import DynamicCache
 from transformers.utils import logging
 
@@ -28,6 +36,7 @@ def presses(ratio):
     return {
         "SnapKV": (SnapKVPress(ratio), snapkv),
         "KNorm": (KnormPress(ratio), {"method": "knorm"}),
+        "KeyDiff": (KeyDiffPress(ratio), {"method": "keydiff:kvpress"}),
         "TOVA": (TOVAPress(ratio), {"method": "tova"}),
         "CriticalKV": (CriticalKVPress(SnapKVPress(ratio)), {"method": "criticalkv:kvpress"}),
         "AdaKV": (AdaKVPress(SnapKVPress(ratio)), {**snapkv, "allocation": "ada-kvpress"}),
