@@ -9,6 +9,7 @@ from transformers import DynamicCache
 
 import decantkv
 from decantkv.cache.evicting_cache import EvictingLayer, cache_argument
+from decantkv.cache.stores.ragged import RaggedStore
 from decantkv.hf import attention_hook
 from tests.support import tiny
 from tests.support.families import CASES, FAMILIES, REFUSED, at_least, build
@@ -31,7 +32,7 @@ def test_equal_to_a_full_cache_whose_dropped_tokens_are_hidden(family, backend, 
     assert evicting
     assert all(layer.stored == 24 + 3 for layer in evicting)
     own = decode == "own" and family not in HEADS_ALIKE
-    assert all((getattr(layer, "lanes", None) is not None) == own for layer in evicting)
+    assert all(isinstance(layer.phase.store, RaggedStore) == own for layer in evicting)
 
 
 @DECODES

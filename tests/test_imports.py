@@ -168,7 +168,8 @@ def test_the_command_can_be_interrupted_while_libraries_load():
 @pytest.mark.parametrize("code", ["exec('raise_signal(SIGINT)')", "try_to_load()"])
 def test_ctrl_c_exits_with_130_wherever_it_comes(code):
     code = (
-        "from signal import SIGINT, raise_signal\n"
+        "from signal import SIGINT, default_int_handler, raise_signal, signal\n"
+        "signal(SIGINT, default_int_handler)\n"  # a shell's background jobs inherit none
         "import decantkv.__main__ as program, decantkv.cli as cli\n"
         "def try_to_load():\n"
         "    try: raise_signal(SIGINT)\n"
