@@ -13,6 +13,7 @@ import decantkv
 from decantkv.cache.evicting_cache import cache_argument
 from tests.support import tiny
 from tests.support.families import build
+from tests.support.interrupts import counting
 from tests.support.judge import logits_with
 from tests.test_turns import PROMPTS, TURNS, Chat, step
 
@@ -154,3 +155,33 @@ def test_the_hooks_go_with_the_last_cache():
     gc.collect()
     assert not model.model._forward_pre_hooks
     assert not model.model._forward_hooks
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # an interrupt inside a finalizer
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("settings", [{"decode": "own"}, {"decode": "model"}], ids=str)
+def test_an_interrupt_anywhere_in_a_turn_leaves_the_cache_as_it_was(family, settings):
+    """The head included: the next call is answered as if there had been none, or is refused."""
+    model, ids, more = build(family, "sdpa"), tiny.prompt(40), tiny.prompt(3)
+    name, stopped_in_the_midst = cache_argument(model), 0
+    with torch.no_grad():
+        cache = decantkv.EvictingCache(model, budget=0.5, window=4, **settings)
+        model(ids, **{name: cache})
+        calm = model(more, **{name: copy.deepcopy(cache)}).logits
+        for stop in range(5, 9000, 613):
+            kept = copy.deepcopy(cache)
+            try:
+                with counting(stop):
+                    model(more, **{name: kept})
+                break
+            except KeyboardInterrupt:
+                pass
+            if lengths(kept) != lengths(cache):
+                stopped_in_the_midst += 1
+                with pytest.raises(ValueError, match=r"call again|call reset\(\)") as refused:
+                    model(more, **{name: kept})
+                if "reset" in str(refused.value):  # in the midst of writing
+                    continue
+            again = model(more, **{name: kept}).logits
+            assert torch.equal(again, calm)
+    assert stopped_in_the_midst

@@ -469,7 +469,7 @@ class Machine(RuleBasedStateMachine):
             position = (real.long().cumsum(-1) - 1).clamp_min(0)
             self.model(input_ids=ids, attention_mask=real.long(), position_ids=position, use_cache=False)
 
-    @rule(index=which, rows=turns, parts=pieces, at=st.integers(1, 1500))
+    @rule(index=which, rows=turns, parts=pieces, at=st.integers(1, 4000))
     def interrupt(self, index: int, rows: list[int], parts: list[int], at: int) -> None:
         """Ctrl-C somewhere in a prompt or a turn: then the cache is as before, or refuses to go on."""
         if not self.interrupts:
