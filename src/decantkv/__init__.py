@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from decantkv.api import score
     from decantkv.attachment import Run, attach
     from decantkv.cache.chunked_reading import deferred
+    from decantkv.cache.documents import Document, condense
     from decantkv.cache.evicting_cache import EvictingCache, cache_argument
     from decantkv.cache.report import Memory, Report
     from decantkv.hf.attention_hook import UnsupportedModelError
@@ -62,6 +63,7 @@ __all__ = [
     "Compactor",
     "CriticalKV",
     "DefensiveKV",
+    "Document",
     "DropKV",
     "EvictingCache",
     "ExpectedAttention",
@@ -85,6 +87,7 @@ __all__ = [
     "UnsupportedModelError",
     "attach",
     "cache_argument",
+    "condense",
     "deferred",
     "register_allocation",
     "register_method",
@@ -98,6 +101,7 @@ _HOME = {
     ),
     **dict.fromkeys(("EvictingCache", "cache_argument"), "cache.evicting_cache"),
     **dict.fromkeys(("Run", "attach"), "attachment"),
+    **dict.fromkeys(("Document", "condense"), "cache.documents"),
     **dict.fromkeys(("Kept", "select"), "selection.selector"),
     **dict.fromkeys(("Memory", "Report"), "cache.report"),
     "AttentionWindow": "scoring.window",

@@ -63,7 +63,7 @@ class Settings:
             TypeError, ValueError: an argument out of its range, or a budget in tokens below window plus sinks.
         """
         rehearsed = Rehearsal.parse(rehearsal)
-        chosen = resolve(method, **options) if rehearsed is None else _rehearsed(method, options)
+        chosen = resolve(method, **options) if rehearsed is None else _rehearsed(method, rehearsed, options)
         own = chosen.allocation if rehearsed is None or chosen.shared_by_heads else "global"
         rule = resolve_allocation(own if allocation is None else allocation)
         if chosen.shared_by_heads and rule.ragged:
@@ -237,8 +237,11 @@ class Settings:
         }
 
 
-def _rehearsed(method: str | Method, options: dict[str, Any]) -> Method:
+def _rehearsed(method: str | Method, rehearsal: Rehearsal, options: dict[str, Any]) -> Method:
     """The method for a rehearsal: under its preset of that name, where it has one and none other was named.
+
+    Questions alone need the method's own pooling: their queries ask for the first token of an answer, not for those
+    behind it.
 
     Raises:
         ValueError: the method scores by something else than single queries' attention.
@@ -249,6 +252,8 @@ def _rehearsed(method: str | Method, options: dict[str, Any]) -> Method:
             f"rehearsal: expected a method that scores by queries, such as dropkv or snapkv, got {chosen.describe()}"
         )
     if isinstance(method, str) and ":" not in method and REHEARSED in chosen.presets:
+        if not (rehearsal.replay or rehearsal.anchors):
+            options = {"pool": chosen.pool, **options}
         return resolve(f"{method}:{REHEARSED}", **options)
     return chosen
 

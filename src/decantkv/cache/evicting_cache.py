@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -266,12 +266,19 @@ class EvictingCache(DynamicCache):
         """What was kept and dropped so far."""
         return weighed(self.recorder.report(), self)
 
-    def save(self, path: str | os.PathLike[str], *, prompt: Tensor | None = None) -> None:
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        prompt: Tensor | None = None,
+        notes: Mapping[str, Any] | None = None,
+    ) -> None:
         """Write what was kept to a safetensors file, with the settings and fingerprints of model and prompt.
 
         Args:
             path: replaced only when the new file is whole.
             prompt: the prompt's token ids [B, N], to be compared when the file is loaded.
+            notes: what else the file should hold, as JSON can; `decantkv.cache.files.read` returns it.
 
         Raises:
             ValueError: a prompt is being read, or the method or allocation is not decantkv's own.
@@ -282,6 +289,7 @@ class EvictingCache(DynamicCache):
             "bounds": dataclasses.asdict(self.bounds),
             "model": identity.describe(self._hold.model()),
             "prompt": files.prompt_fingerprint(prompt),
+            "notes": dict(notes or {}),
         }
         files.write(path, self.layers, about)
 

@@ -5,6 +5,7 @@ Two hooks on a model and on its decoder see every forward begin and end while an
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
 import weakref
@@ -120,6 +121,8 @@ def _begin_prompt(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     layers = evicting_layers(cache)
     if cache is None or kwargs is None or not layers:
         return
+    if args:
+        kwargs = {**dict(zip(inspect.signature(module.forward).parameters, args, strict=False)), **kwargs}
     _refuse_padded_turn(cache.layers, kwargs)
     _refuse_hidden_tokens(cache.layers, kwargs.get("attention_mask"))
     begins, rehearsed = layers[0].logical == 0, layers[0].policy.rehearsal is not None

@@ -46,6 +46,8 @@ UsageProblem: Any = typer.BadParameter.__mro__[2]
 # a function is a command, a Typer app a group of them
 COMMANDS = {
     "generate": "decantkv.cli.generate:generate",
+    "condense": "decantkv.cli.documents:condense",
+    "ask": "decantkv.cli.documents:ask",
     "methods": "decantkv.cli.methods:methods",
     "plan": "decantkv.lab.sizing_cli:plan",
     "doctor": "decantkv.lab.diagnosis_cli:doctor",
