@@ -208,12 +208,13 @@ class Machine(RuleBasedStateMachine):
         except (ValueError, RuntimeError) as error:
             self.before.clear()
             self._refused(error)
+        for entry in self.entries:  # those that a run of attach has made as well
+            if not any(layer.get_seq_length() for layer in entry.cache.layers):
+                entry.truth = Truth.empty(1)  # of a prompt whose chunks were read and forgotten
         for entry, shape in zip(entries, before, strict=True):
             after = self._shape(entry.cache)
             if after != shape:
                 assert self._refuses(entry), f"a refused call changed the cache: {shape} became {after}"
-            elif not any(layer.get_seq_length() for layer in entry.cache.layers):
-                entry.truth = Truth.empty(1)  # of a prompt whose chunks were read and forgotten
             elif 0 < entry.truth.length < LONGEST:
                 self._probe(entry)
         return False
