@@ -154,6 +154,11 @@ class EvictingCache(DynamicCache):
         super().__init__(config=text_config(model))
         self.settings, self.recorder, self.bounds = settings, recorder, bounds
         self.steps: StepGraphs | None = None  # `attach` brings graphs to the generations it sees
+        if "stream" in settings.method.needs:
+            raise ValueError(
+                f"weigh: expected a unit that caches can measure, got {settings.method.describe()}, whose costs need "
+                "the residual stream, which only `decantkv.score` is given; use weigh='block'"
+            )
         config = text_config(model)
         twice, again = config.model_type in ATTEND_TWICE, reads_again(model)
         if again:
@@ -409,6 +414,11 @@ def _check_spread(model: PreTrainedModel, settings: Settings, shared: bool, peer
         raise ValueError(
             f"model: expected heads that store tokens of their own where {peers.size} processes share them, got "
             f"{type(model).__name__}, whose heads share one set"
+        )
+    if getattr(method, "weigh", "value") in ("block", "stream"):
+        raise ValueError(
+            f"weigh: expected a cost of one head's own for a model spread over {peers.size} processes, got "
+            f"{getattr(method, 'weigh', None)!r}, which adds up all heads; use 'head'"
         )
     if rule.over_layers:
         raise ValueError(
