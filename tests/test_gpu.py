@@ -9,7 +9,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import decantkv
-from decantkv.cache.evicting_cache import EvictingLayer, cache_argument
+from decantkv.cache.evicting_cache import cache_argument
+from decantkv.cache.eviction import Eviction
 from tests.support import tiny
 from tests.support.judge import evicted_and_judged, kept_masks, logits_with
 
@@ -96,19 +97,19 @@ def test_bytes_are_the_allocators_and_one_full_layer_is_alive_at_a_time():
 def test_the_evict_step_never_makes_the_host_wait(monkeypatch):
     model = tiny.llama(max_position_embeddings=20_000, **WIDE).to(CUDA, torch.bfloat16)
     ids = tiny.prompt(4096).to(CUDA)
-    keep, seen = EvictingLayer.keep, []
+    decide, seen = Eviction.decide, []
 
-    def watched(self, *args):
+    def watched(self, layer, *args):
         torch.cuda.set_sync_debug_mode("error")
         try:
-            keep(self, *args)
+            decide(self, layer, *args)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        seen.append(self.stored)
+        seen.append(layer.stored)
 
     with torch.no_grad(), decantkv.attach(model, budget=0.05):
         model(ids, use_cache=True)  # kernels compile on first use
-        monkeypatch.setattr(EvictingLayer, "keep", watched)
+        monkeypatch.setattr(Eviction, "decide", watched)
         model(ids, use_cache=True)
     assert seen == [204] * 4
 

@@ -247,3 +247,17 @@ def test_a_4d_mask_that_hides_kept_tokens_is_refused_where_layers_store_unequall
     torch.testing.assert_close(say(hides=False), say(), rtol=0, atol=1e-6)
     with pytest.raises(ValueError, match=r"attention_mask: .*got a 4-D one that hides older tokens"):
         say(hides=True)
+
+
+@pytest.mark.parametrize("move", ["reorder_cache", "batch_select_indices", "batch_repeat_interleave"])
+def test_rows_stay_where_they_are_while_a_prompt_comes_in_chunks(move):
+    model, prompt = tiny.llama(), tiny.prompt(20, batch=2)
+    cache = decantkv.EvictingCache(model, budget=0.5)
+    given = 2 if move == "batch_repeat_interleave" else torch.tensor([1, 0])
+    with torch.no_grad(), decantkv.deferred(cache):
+        model(prompt[:, :12], **{cache_argument(model): cache})
+        with pytest.raises(ValueError, match="expected a prompt that was read to its end"):
+            getattr(cache, move)(given)
+        model(prompt[:, 12:], **{cache_argument(model): cache})
+    assert {layer.stored for layer in cache.layers} == {10}
+    getattr(cache, move)(given)

@@ -335,6 +335,13 @@ class Machine(RuleBasedStateMachine):
             return  # chunks of `generate` without attach
         given = {self.subject.cache_name: entry.cache, "prefill_chunk_size": chunk}
         self._attempt(lambda: self._generate(ids, real, number, given), entry)
+        self._read_prompts()
+
+    def _read_prompts(self) -> None:
+        """Look at prompts that were decided on when their last forward was over, and no other followed."""
+        for entry in self.entries:
+            if entry.truth.length and not entry.truth.prompt:
+                entry.reader.read(entry.cache, entry.truth)
 
     def _generate(self, ids: Tensor, real: Tensor, number: int, given: dict[str, Any]) -> Any:
         given = {name: value for name, value in given.items() if value is not None}
@@ -460,6 +467,7 @@ class Machine(RuleBasedStateMachine):
             self._attempt(lambda: self._generate(ids, real, number, {"prefill_chunk_size": chunk}))
         else:
             self._attempt(lambda: self._forward(None, ids, real))
+        self._read_prompts()
         self.entries = [entry for entry in self.entries if entry.truth.length] or self.entries[:1]
 
     @rule(rows=lengths)

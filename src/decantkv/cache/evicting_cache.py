@@ -228,18 +228,25 @@ class EvictingCache(DynamicCache):
                 layer.crop(-remove)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Rows in a new order, as beam search wants them."""
+        """Rows in a new order, as beam search wants them.
+
+        Raises:
+            ValueError: a prompt is being read.
+        """
         with changing(self):
+            _check_whole(self)
             super().reorder_cache(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row `repeats` times."""
         with changing(self):
+            _check_whole(self)
             super().batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Only these rows."""
         with changing(self):
+            _check_whole(self)
             super().batch_select_indices(indices)
 
     def reset(self) -> None:
@@ -390,6 +397,14 @@ def _restored_on_error(layers: list[CacheLayerMixin]) -> Iterator[list[CacheLaye
         for layer, attributes in zip(layers, before, strict=True):
             vars(layer).update(attributes)
         raise
+
+
+def _check_whole(cache: DynamicCache) -> None:
+    """Raise where rows would move while a prompt is being read: its chunks come in the old order."""
+    if any(layer.reading for layer in evicting_layers(cache)):
+        raise ValueError(
+            "cache: expected a prompt that was read to its end, got one that comes in chunks; its rows stay"
+        )
 
 
 def new_recorder(settings: Settings, bounds: Bounds = UNBOUNDED) -> Recorder:
