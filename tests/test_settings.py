@@ -35,3 +35,19 @@ def test_expected_attention_without_sinks_scores_the_first_tokens_too():
     with torch.no_grad():
         model(ids, **{cache_argument(model): own})
     assert torch.equal(cache.layers[0].kept.indices, own.layers[0].kept.indices)
+
+
+def test_attach_takes_settings_that_were_parsed_before():
+    model, prompt = tiny.llama(), tiny.prompt(30)
+    settings = Settings.parse("snapkv", budget=0.5, window=4, allocation="ada")
+    kept = []
+    for given in ({"settings": settings}, {"method": "snapkv", "budget": 0.5, "window": 4, "allocation": "ada"}):
+        with torch.no_grad(), decantkv.attach(model, **given) as run:
+            cache = run.new_cache()
+            model(prompt, **{cache_argument(model): cache})
+        kept.append([layer.kept.indices for layer in cache.layers])
+    assert all(torch.equal(one, other) for one, other in zip(*kept, strict=True))
+    with pytest.raises(TypeError, match="settings: expected none beside budget"):
+        decantkv.attach(model, settings=settings, budget=0.5)
+    with pytest.raises(TypeError, match="budget: expected what is kept"):
+        decantkv.attach(model)

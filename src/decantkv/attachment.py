@@ -63,7 +63,8 @@ def attach(
     model: PreTrainedModel,
     method: str | Method = "dropkv",
     *,
-    budget: float | int | str | Budget,
+    budget: float | int | str | Budget | None = None,
+    settings: Settings | None = None,
     allocation: Allocation | AllocationRule | None = None,
     sinks: int | None = None,
     protect: Sequence[Span] = (),
@@ -89,6 +90,7 @@ def attach(
         model: an unmodified transformers model, or what `torch.compile`, PEFT or data parallelism made of one; its
             parameters and configuration are not touched.
         method: a name, "name:preset", or a `Method`; `options` are the named method's own.
+        settings: what `Settings.parse` made of method, budget and the options up to `rehearsal`, in place of them all.
         budget: what is kept: a fraction in (0, 1] or a number of tokens per head, protected ones included.
         allocation: how the budget is spread: "uniform", "shared" (one set for all heads of a layer), "ada",
             "ada-kvpress", "heads", "pyramid", "layer", "global", or a rule; None takes the method's own.
@@ -116,16 +118,15 @@ def attach(
         TypeError, ValueError: an argument out of its range.
         UnsupportedModelError: a model whose attention cannot be followed.
     """
-    settings = Settings.parse(
-        method,
-        budget=budget,
-        allocation=allocation,
-        sinks=sinks,
-        protect=protect,
-        impl=impl,
-        rehearsal=rehearsal,
-        **options,
-    )
+    given = {"budget": budget, "allocation": allocation, "sinks": sinks, "protect": protect, "rehearsal": rehearsal}
+    if settings is None:
+        settings = Settings.parse(method, impl=impl, **given, **options)  # type: ignore[arg-type]  # as annotated above
+    elif beside := [
+        name
+        for name, value in {"method": method, "impl": impl, **given, **options}.items()
+        if value not in (None, (), "dropkv", "auto")
+    ]:
+        raise TypeError(f"settings: expected none beside {beside[0]}, which they hold already, got both")
     model = checked_model(model)
     bounds = Bounds(prefill_chunk, max_kv_tokens, every, decode_budget, protect_prompt, decode, store, reuse_lse)
     run = Run(model, settings, bounds.check(settings))

@@ -49,7 +49,7 @@ class Settings:
         cls,
         method: str | Method,
         *,
-        budget: float | int | str | Budget,
+        budget: float | int | str | Budget | None,
         allocation: Allocation | AllocationRule | None = None,
         sinks: int | None = None,
         protect: Sequence[Span] = (),
@@ -62,6 +62,8 @@ class Settings:
         Raises:
             TypeError, ValueError: an argument out of its range, or a budget in tokens below window plus sinks.
         """
+        if budget is None:
+            raise TypeError("budget: expected what is kept, a share such as 0.1 or a number of tokens, got None")
         rehearsed = Rehearsal.parse(rehearsal)
         chosen = resolve(method, **options) if rehearsed is None else _rehearsed(method, rehearsed, options)
         own = chosen.allocation if rehearsed is None or chosen.shared_by_heads else "global"
