@@ -38,7 +38,8 @@ def test_a_processor_is_named_with_the_cores_it_lends():
 
 def test_what_is_not_installed_has_no_version():
     found = provenance.versions(("torch", "no-such-package"))
-    assert found == {"torch": torch.__version__, "no-such-package": None}
+    assert found["no-such-package"] is None
+    assert torch.__version__.startswith(found["torch"])  # which may say more: what it was built for
 
 
 def test_the_commit_is_the_checkouts_or_what_the_caller_names(monkeypatch, tmp_path):

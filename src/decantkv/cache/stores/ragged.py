@@ -64,13 +64,18 @@ class RaggedStore:
         appended: int = 0,
     ) -> None:
         self.keys, self.values, self.starts, self.lens = keys, values, starts, lens
-        self.batch, self.heads = batch, lens.shape[0] // batch
+        self.heads = lens.shape[0] // batch
         self.room, self.appended = room, appended
         self.real: Tensor | None = None
         self.fresh: tuple[Tensor, ...] = ()
         self.home = keys.device
         self.changing = False
         self._splits: Splits | None = None
+
+    @property
+    def batch(self) -> int:
+        """B."""
+        return self.lens.shape[0] // self.heads
 
     @property
     def stored(self) -> int:
@@ -328,7 +333,6 @@ class RaggedStore:
             rows: [B'] int64 batch rows.
         """
         lanes = rows.to(self.lens.device)[:, None] * self.heads + torch.arange(self.heads, device=self.lens.device)
-        self.batch = rows.shape[0]
         self.real = None if self.real is None else self.real[rows.to(self.real.device)]
         self._move(lanes.flatten(), self.room)
 
