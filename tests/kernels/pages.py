@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -73,7 +74,7 @@ def check_scores(score_paged, made, quantity="perturbation", reduce="sum", *, we
         assert (scores[row, :, win.kv_len :] == -torch.inf).all()
         own = scores[row : row + 1, :, : win.kv_len]
         if weigh == "output":  # all requests share one layer's W_O
-            win = type(win)(**{**vars(win), "output_projection": first.output_projection})
+            win = replace(win, output_projection=first.output_projection)
         worst = max(worst, worst_error(own, win, quantity, reduce, **options))
     assert worst <= 1, f"{worst:.3g} of the contract"
     return worst

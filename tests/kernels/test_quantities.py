@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -70,7 +71,7 @@ def test_a_metric_of_any_size_fits_float16():
         win = small(7, H=1, N=60, D=16, dtype=torch.float16)
         projection = win.output_projection.float() * factor
         scores = run(win, weigh="output")
-        moved = run(type(win)(**{**vars(win), "output_projection": projection}), weigh="output")
+        moved = run(replace(win, output_projection=projection), weigh="output")
         torch.testing.assert_close(moved, scores * factor**2, rtol=1e-5, atol=0)
 
 
