@@ -15,8 +15,8 @@ PoolScope = Literal["all", "prefix"]
 Allocation = Literal["uniform", "shared", "ada", "ada-kvpress", "heads", "pyramid", "layer", "global"]
 Span = tuple[int, int]
 RUN_OPTIONS = (  # keyword arguments of `attach` and `EvictingCache`, whatever the method
-    "budget", "allocation", "sinks", "protect", "impl", "rehearsal", "prefill_chunk", "max_kv_tokens", "every",
-    "decode_budget", "protect_prompt", "decode", "store", "reuse_lse",
+    "budget", "settings", "allocation", "sinks", "protect", "impl", "rehearsal", "prefill_chunk", "max_kv_tokens",
+    "every", "decode_budget", "protect_prompt", "decode", "store", "reuse_lse",
 )  # fmt: skip
 
 
