@@ -70,10 +70,8 @@ def test_chunks_of_any_size_give_the_logits_and_choices_of_one_piece(name, monke
     make, without_masks = MODELS[name]
     model = make()
     ids = torch.randint(1, 97, (LENGTH,), generator=torch.Generator().manual_seed(5)).tolist()
-    attended, attend = [], prompt.attend_chunk_with_lse
-    monkeypatch.setattr(
-        prompt, "attend_chunk_with_lse", lambda *a, **k: attended.append(a[0].shape[2]) or attend(*a, **k)
-    )
+    attended, attend = [], prompt.attend_chunk
+    monkeypatch.setattr(prompt, "attend_chunk", lambda *a, **k: attended.append(a[0].shape[2]) or attend(*a, **k))
     with torch.no_grad():
         whole = model(torch.tensor([ids]), logits_to_keep=1).logits[0, -1]
     reader, one, kept = read(model, ids, LENGTH, [])
@@ -156,7 +154,7 @@ def test_a_later_cut_goes_on_from_an_earlier_cuts_sums(monkeypatch):
 
 
 def test_what_chunks_knew_of_their_softmax_is_kept_for_whoever_sums_over_queries(monkeypatch):
-    model, attend = llama(2), prompt.attend_chunk_with_lse
+    model, attend = llama(2), prompt.attend_chunk
 
     def knowing(query, keys, values, *, held, scale):
         """As on a GPU, where a short chunk's attention gives no denominators."""
@@ -166,7 +164,7 @@ def test_what_chunks_knew_of_their_softmax_is_kept_for_whoever_sums_over_queries
         seen = torch.ones(new, kv_len, dtype=torch.bool).tril(kv_len - new)
         return out, logits.masked_fill(~seen, -torch.inf).logsumexp(-1) if new >= 20 else None
 
-    monkeypatch.setattr(prompt, "attend_chunk_with_lse", knowing)
+    monkeypatch.setattr(prompt, "attend_chunk", knowing)
     ids = torch.randint(1, 97, (130,), generator=torch.Generator().manual_seed(7)).tolist()
     reader = Reader(model, rows=8, needs=frozenset({"queries"}))
     reader.chunk_of = lambda length: 20

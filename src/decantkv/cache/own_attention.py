@@ -14,7 +14,7 @@ from decantkv.cache.phases import Evicted, Reading, Rehearsing, Waiting, Whole
 from decantkv.cache.positions import STRAIGHT
 from decantkv.cache.stores.ragged import RaggedStore
 from decantkv.hf.attention_hook import AttentionCall
-from decantkv.hf.chunked_attention import attend_chunk_with_lse
+from decantkv.hf.chunked_attention import attend_chunk
 from decantkv.hf.masks import PromptMask, among_new, padded_turn, read_prompt_mask, real_tokens
 from decantkv.hf.sdpa import attend_with_lse
 
@@ -100,7 +100,7 @@ def _attend_to_chunks(prompt: Waiting, call: AttentionCall) -> tuple[Tensor, ...
             "themselves, got another pattern, as images have; use decode='model', or read the prompt in one piece"
         )
     held = real_with_chunk(call, prompt)
-    out, lse = attend_chunk_with_lse(call.query, call.key, call.value, held=held, scale=call.scale)
+    out, lse = attend_chunk(call.query, call.key, call.value, held=held, scale=call.scale)
     attended = out.transpose(1, 2).contiguous()
     return (attended,) if lse is None else (attended, out, lse)
 

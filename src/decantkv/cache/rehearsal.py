@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,15 +20,16 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 
-from decantkv.base.precision import alike, without_autocast
+from decantkv.base.precision import without_autocast
+from decantkv.cache.call_window import window_of
 from decantkv.cache.eviction import Eviction
 from decantkv.cache.layer import EvictingLayer
 from decantkv.cache.phases import Waiting
 from decantkv.hf import attention_hook
 from decantkv.hf.attention_hook import AttentionCall, UnsupportedModelError
-from decantkv.hf.model_parts import cache_argument, decoder_of, output_projection
-from decantkv.scoring.rehearsal import NOWHERE, Rehearsal, tokens_at
-from decantkv.scoring.window import make_window
+from decantkv.hf.masks import PromptMask
+from decantkv.hf.model_parts import cache_argument, decoder_of
+from decantkv.scoring.rehearsal import Rehearsal
 
 _READ = "_decantkv_read"  # on a cache that waits: the prompt that was read into it
 
@@ -44,6 +46,7 @@ class Read:
     ids: Tensor | None
     mask: Tensor | None
 
+    @functools.cached_property
     def pads(self) -> tuple[int, ...] | None:
         """Pads of each row, on the left; None where there are none."""
         hidden = None if self.mask is None else (self.mask == 0).sum(-1)
@@ -93,11 +96,9 @@ def rehearse_prompt(cache: DynamicCache, rehearsal: Rehearsal) -> None:
         raise ValueError("rehearsal: expected a prompt that came as input_ids, got embeddings")
     ids = read.ids
     keys = [layer.keys for layer in layers if layer.keys is not None] if rehearsal.anchors else []
-    for places, total in rehearsal.passages(ids, keys, read.pads()):
-        weights = (places > NOWHERE).float()
-        if rehearsal.several() and not _policy(layers[0]).settings.method.takes_largest:
-            weights = weights / total[:, None]
-        run_over(cache, tokens_at(places, ids), read, weights)
+    mean = not _policy(layers[0]).settings.method.takes_largest
+    for tokens, weights in rehearsal.passages(ids, keys, read.pads, mean=mean):
+        run_over(cache, tokens, read, weights)
 
 
 def rehearse(cache: DynamicCache, ids: Tensor) -> None:
@@ -113,7 +114,7 @@ def run_over(cache: DynamicCache, ids: Tensor, read: Read, weights: Tensor | Non
 
     Args:
         ids: [B, m] token ids, pads on the left.
-        weights: [B, m] how much each token's queries count, 0 at pads; None: all alike.
+        weights: [B, m] how much each token's queries count, 0 at pads; None: 1 each.
     """
     layers = waiting_layers(cache)
     model = layers[0].cache.owner()
@@ -121,15 +122,14 @@ def run_over(cache: DynamicCache, ids: Tensor, read: Read, weights: Tensor | Non
         raise RuntimeError("the cache's model is gone")
     decoder, length = decoder_of(model), layers[0].logical
     kwargs: dict[str, Any] = {"input_ids": ids, "use_cache": True, cache_argument(decoder): cache}
-    if read.pads() is not None or (weights is not None and bool((weights == 0).any())):
-        mask = torch.ones(ids.shape[0], length, device=ids.device) if read.mask is None else read.mask
-        mask = torch.cat([mask.long(), torch.ones_like(ids) if weights is None else (weights > 0).long()], 1)
-        kwargs["attention_mask"] = mask
+    if read.mask is not None and read.pads is not None:
+        real = torch.ones_like(ids) if weights is None else (weights > 0).long()
+        kwargs["attention_mask"] = mask = torch.cat([read.mask.long(), real], 1)
         if "position_ids" in inspect.signature(decoder.forward).parameters:
             kwargs["position_ids"] = (mask.cumsum(-1) - 1).clamp_min(0)[:, -ids.shape[1] :]
     passage = _Passage(length, kwargs.get("attention_mask"), weights)
     before = [layer.rehearsed() for layer in layers]
-    with _others_restored(cache), _listened(layers, passage, own=passage.mask is None):
+    with _others_restored(cache), _listened(layers, passage, own=passage.seen is None):
         try:
             decoder.forward(**kwargs)
             if passage.heard < len(layers):
@@ -168,8 +168,9 @@ class _Passage:
 
     def __init__(self, length: int, mask: Tensor | None, weights: Tensor | None) -> None:
         """`length` of the prompt; `mask` [B, length + m], 0 at pads, or None; `weights` [B, m], or None."""
-        self.length, self.mask, self.heard = length, mask, 0
-        self.weights = None if weights is None or bool((weights == 1).all()) else weights
+        self.length, self.heard = length, 0
+        self.weights = None if weights is None else weights[:, None]
+        self.seen = None if mask is None else _visible(mask != 0, length)
 
     def __call__(self, layer: EvictingLayer, call: AttentionCall, hints: tuple[Tensor, ...]) -> None:
         """Add the costs of the prompt's keys for this call's queries to the layer's scores."""
@@ -186,34 +187,25 @@ class _Passage:
         self.heard += 1
 
     def _score(self, layer: EvictingLayer, policy: Eviction, call: AttentionCall, hints: tuple[Tensor, ...]) -> Tensor:
-        new, kv_len = call.query.shape[2], call.key.shape[2]
-        query, key, value = alike(call.query, call.key, call.value)
-        seen = None
-        if self.mask is not None:
-            shown = self.mask.to(key.device) != 0
-            place = torch.arange(kv_len, device=key.device)
-            causal = place <= place[-new:, None]
-            itself = place == place[-new:, None]  # what a pad sees alone, so that its row is finite; it counts for 0
-            seen = (shown[:, None, None] & causal) | itself
-        window = make_window(
-            query,
-            key,
-            value,
-            scale=call.scale,
-            softcap=call.softcap,
-            sink_logits=call.sink_logits,
-            mask=seen,
-            out=hints[0] if hints else None,
-            lse=hints[1] if hints else None,
-            layer_idx=layer.layer_idx,
-            output_projection=output_projection(call.module, query, value)
-            if "W_O" in policy.settings.method.needs
-            else None,
-            rotate=policy.rotate,
-        )
+        device, settings = call.key.device, policy.settings
+        seen = PromptMask(None, None if self.seen is None else self.seen.to(device))
+        window = window_of(
+            call, seen, call.query.shape[2], layer.layer_idx, needs=settings.method.needs, rotate=policy.rotate,
+            hints=(hints[0], hints[1]) if hints else None,
+        )  # fmt: skip
         if self.weights is not None:
-            window = dataclasses.replace(window, row_weights=self.weights[:, None].to(key.device))
-        return policy.settings.score(window)
+            window = dataclasses.replace(window, row_weights=self.weights.to(device))
+        return settings.score(window)
+
+
+def _visible(shown: Tensor, length: int) -> Tensor:
+    """[B, 1, m, N] bool: which of the N tokens, [B, N] bool shown or pads, each one behind the first `length` sees.
+
+    A pad sees itself, so that its row is finite.
+    """
+    place = torch.arange(shown.shape[1], device=shown.device)
+    causal, itself = place <= place[length:, None], place == place[length:, None]
+    return (shown[:, None, None] & causal) | itself
 
 
 @contextmanager

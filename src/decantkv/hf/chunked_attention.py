@@ -16,23 +16,19 @@ from decantkv.hf.sdpa import cudnn, flash, fused_choice
 LEAST_PART = 1024  # keys, or new tokens, for which cuDNN's faster attention is worth its planning
 
 
-def attend_chunk(query: Tensor, keys: Tensor, values: Tensor, *, held: Sequence[int], scale: float) -> Tensor:
-    """Return the causal attention of the last q of N stored tokens.
+def attend_chunk(
+    query: Tensor, keys: Tensor, values: Tensor, *, held: Sequence[int], scale: float
+) -> tuple[Tensor, Tensor | None]:
+    """Return the causal attention of the last q of N stored tokens, and the log of its softmax denominators.
 
     Args:
         query: [B, HQ, q, D]; keys: [B, H, N, D]; values: [B, H, N, Dv].
         held: real tokens that each row stores, the chunk's included; older slots, on the left, are hidden.
 
     Returns:
-        [B, HQ, q, Dv]: by fused attention if no row hides a slot, otherwise with a mask.
+        [B, HQ, q, Dv]: by fused attention if no row hides a slot, otherwise with a mask; and [B, HQ, q] float32, or
+        None if they cost extra.
     """
-    return attend_chunk_with_lse(query, keys, values, held=held, scale=scale)[0]
-
-
-def attend_chunk_with_lse(
-    query: Tensor, keys: Tensor, values: Tensor, *, held: Sequence[int], scale: float
-) -> tuple[Tensor, Tensor | None]:
-    """Return `attend_chunk` and the log of its softmax denominators [B, HQ, q] float32, or None if they cost extra."""
     query, keys, values = alike(query, keys, values)
     new, kv_len = query.shape[2], keys.shape[2]
     if set(held) == {kv_len}:

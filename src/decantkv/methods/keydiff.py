@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from decantkv.base.options import Impl
 from decantkv.methods.base import Kind, Method
+from decantkv.scoring.rehearsal import key_difference
 from decantkv.scoring.window import AttentionWindow
 
 
@@ -43,7 +42,4 @@ class KeyDiff(Method):
 
     def score(self, win: AttentionWindow, *, impl: Impl = "auto") -> Tensor:
         """[B, H, N] float32 from 0 to 2."""
-        k = win.k.to(torch.promote_types(win.k.dtype, torch.float32))
-        real = win.real()[:, None, :, None]
-        mean = ((F.normalize(k, dim=-1) if self.normalise else k) * real).sum(2, keepdim=True)  # but for its length
-        return (1 - F.cosine_similarity(k, mean, dim=-1)).float()
+        return key_difference(win.k, win.real(), normalise=self.normalise)

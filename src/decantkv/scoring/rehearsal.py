@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from decantkv.base.options import expect_choice, expect_int
@@ -92,14 +93,10 @@ class Rehearsal:
         anchors = max(1, round(self.anchors * length)) if self.anchors else 0
         return max(replay, anchors, *map(len, self.questions), 0)
 
-    def several(self) -> bool:
-        """Return whether more than one source is named."""
-        return sum((self.replay, bool(self.anchors), bool(self.questions), self.window)) > 1
-
     def passages(
-        self, prompt: Tensor, keys: Sequence[Tensor], hidden: Sequence[int] | None = None
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield which tokens each forward runs, and how many tokens each row's source runs in all.
+        self, prompt: Tensor, keys: Sequence[Tensor], hidden: Sequence[int] | None = None, *, mean: bool
+    ) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Yield the tokens that each forward runs, and how much each of their queries counts.
 
         Every row of a padded batch gets the passages that it would get alone.
 
@@ -107,10 +104,28 @@ class Rehearsal:
             prompt: [B, N] token ids, pads on the left.
             keys: [B, H, N, D] of each layer that evicts.
             hidden: pads of each row; None for none.
+            mean: several sources count alike, each by the mean over its queries.
 
         Yields:
-            [B, m] int64 places in the prompt, −1 − id for tokens that are not the prompt's, NOWHERE for pads on the
-            left; and [B] int64.
+            [B, m] token ids, and [B, m] float32 weights, 0 at pads on the left; None where all count 1.
+        """
+        for places, totals in self._places(prompt, keys, hidden):
+            weights = None
+            if mean and self._several():
+                weights = (places > NOWHERE) / totals[:, None]
+            elif hidden is not None:
+                weights = (places > NOWHERE).float()
+            yield _tokens_at(places, prompt), weights
+
+    def _several(self) -> bool:
+        return sum((self.replay, bool(self.anchors), bool(self.questions), self.window)) > 1
+
+    def _places(
+        self, prompt: Tensor, keys: Sequence[Tensor], hidden: Sequence[int] | None
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield [B, m] int64 places in the prompt, and [B] int64 how many tokens each row's source runs in all.
+
+        A place is −1 − id for a token that is not the prompt's, and NOWHERE for a pad on the left.
         """
         batch, length = prompt.shape
         pads = [0] * batch if hidden is None else list(hidden)
@@ -128,7 +143,7 @@ class Rehearsal:
                 ]
                 yield _rows(places), torch.tensor(totals, device=device)
         if self.anchors:
-            found = anchor_places(keys, self.anchors, pads)
+            found = _anchors(keys, self.anchors, pads)
             yield _rows(found), torch.tensor([len(places) for places in found], device=device)
         for ids in self.questions:
             total = sum(map(len, self.questions))
@@ -139,27 +154,38 @@ class Rehearsal:
         return [(max(0, start - self.quote), min(start + self.chunk, length)) for start in range(0, length, self.chunk)]
 
 
-def anchor_places(keys: Sequence[Tensor], share: float, hidden: Sequence[int]) -> list[Tensor]:
-    """Places, ascending, of the share of each row's tokens whose keys differ most from their head's mean key.
+def key_difference(keys: Tensor, real: Tensor, *, normalise: bool = False) -> Tensor:
+    """Return 1 − cos(k, mean k) of every key, [B, H, N] from 0 to 2: KeyDiff's measure (arXiv 2504.15364).
 
-    1 − cos(k, mean k), averaged over heads and layers (KeyDiff's measure).
+    Args:
+        keys: [B, H, N, D].
+        real: [B or 1, N] bool, False at pads, which the mean leaves out.
+        normalise: take the mean of the keys' directions, and not of the keys.
+    """
+    keys = keys.to(torch.promote_types(keys.dtype, torch.float32))
+    summed = (F.normalize(keys, dim=-1) if normalise else keys) * real[:, None, :, None]
+    mean = summed.sum(2, keepdim=True)  # but for its length
+    return (1 - F.cosine_similarity(keys, mean, dim=-1)).float()
+
+
+def _anchors(keys: Sequence[Tensor], share: float, hidden: Sequence[int]) -> list[Tensor]:
+    """Places, ascending, of the share of each row's tokens whose keys differ most, averaged over heads and layers.
 
     Args:
         keys: [B, H, N, D] of each layer.
         hidden: pads of each row, on the left, which are no anchors.
     """
-    length, found = keys[0].shape[2], []
-    for row, pads in enumerate(hidden):
-        similar: Tensor = torch.zeros(length - pads, device=keys[0].device)
-        for layer in keys:
-            real = layer[row, :, pads:].float()
-            similar += torch.cosine_similarity(real, real.mean(1, keepdim=True), dim=-1).mean(0).to(similar.device)
-        least: Tensor = similar.argsort(dim=-1, stable=True)[: max(1, round(share * (length - pads)))]
-        found.append(pads + least.sort().values)
+    device, length = keys[0].device, keys[0].shape[2]
+    real = torch.arange(length, device=device) >= torch.tensor(hidden, device=device)[:, None]
+    differs = torch.stack([key_difference(x, real.to(x.device)).mean(1).to(device) for x in keys]).sum(0)
+    found = []
+    for row, pads in zip(differs, hidden, strict=True):
+        most = row[pads:].argsort(dim=-1, descending=True, stable=True)[: max(1, round(share * (length - pads)))]
+        found.append(pads + most.sort().values)
     return found
 
 
-def tokens_at(places: Tensor, prompt: Tensor) -> Tensor:
+def _tokens_at(places: Tensor, prompt: Tensor) -> Tensor:
     """[B, m] token ids behind a passage's places; 0 at pads."""
     own = prompt.gather(1, places.clamp_min(0))
     return torch.where(places >= 0, own, (-1 - places).where(places > NOWHERE, 0))
@@ -168,7 +194,7 @@ def tokens_at(places: Tensor, prompt: Tensor) -> Tensor:
 def _rows(places: Sequence[Tensor]) -> Tensor:
     """[B, m] rows of unequal length, filled up on the left."""
     longest = max(map(len, places))
-    return torch.stack([torch.nn.functional.pad(row, (longest - len(row), 0), value=NOWHERE) for row in places])
+    return torch.stack([F.pad(row, (longest - len(row), 0), value=NOWHERE) for row in places])
 
 
 def _outside(ids: Sequence[int], device: torch.device) -> Tensor:

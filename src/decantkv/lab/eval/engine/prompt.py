@@ -14,17 +14,20 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from decantkv.base.options import Need
+from decantkv.cache.call_window import window_of
 from decantkv.cache.evicting_cache import ATTEND_TWICE, cache_argument, checked_model, text_config
 from decantkv.hf import attention_hook
 from decantkv.hf.attention_hook import AttentionCall, Hold
-from decantkv.hf.chunked_attention import attend_chunk_with_lse
-from decantkv.hf.model_parts import decoder_of, output_projection, rotation
+from decantkv.hf.chunked_attention import attend_chunk
+from decantkv.hf.masks import PromptMask
+from decantkv.hf.model_parts import decoder_of, rotation
 from decantkv.scoring import streams
-from decantkv.scoring.rehearsal import Rehearsal, tokens_at
-from decantkv.scoring.window import AttentionWindow, Denominators, Rotate, make_window
+from decantkv.scoring.rehearsal import Rehearsal
+from decantkv.scoring.window import AttentionWindow, Denominators, Rotate
 from decantkv.settings import Settings
 
 _serial = itertools.count()
+CAUSAL = PromptMask(None, None)  # of a prompt without pads
 
 
 @dataclass
@@ -154,7 +157,7 @@ class WatchedLayer(DynamicLayer):
             return None
         if not _plain(call):
             raise RuntimeError(f"layer {self.layer_idx}: expected plain causal attention as the layer began with")
-        out, lse = attend_chunk_with_lse(call.query, call.key, call.value, held=[kv_len], scale=call.scale)
+        out, lse = attend_chunk(call.query, call.key, call.value, held=[kv_len], scale=call.scale)
         self.hints = None if lse is None or self.passage is None else (out, lse)
         if self.passage is None and self.rows is None and lse is not None:
             self._note(lse, kv_len - new)
@@ -197,29 +200,8 @@ class WatchedLayer(DynamicLayer):
         """The last `rows` queries with all keys and values, as methods receive them."""
         if self.queries is None or self.call is None:
             raise RuntimeError("the layer has not seen a prompt")
-        return make_window(
-            self.queries[:, :, -rows:],
-            self.keys,
-            self.values,
-            scale=self.call.scale,
-            softcap=self.call.softcap,
-            sink_logits=self.call.sink_logits,
-            layer_idx=self.layer_idx,
-            queries=self.queries if self.rows is None else None,
-            output_projection=output_projection(self.call.module, self.queries, self.values)
-            if "W_O" in needs
-            else None,
-            rotate=rotate,
-        )
-
-    def passage_window(self, call: AttentionCall, needs: frozenset[Need], rotate: Rotate | None) -> AttentionWindow:
-        """A passage's attention call as methods receive it, over the prompt and the passage itself."""
-        out, lse = (None, None) if self.hints is None else self.hints
-        return make_window(
-            call.query, call.key, call.value, scale=call.scale, softcap=call.softcap, sink_logits=call.sink_logits,
-            out=out, lse=lse, layer_idx=self.layer_idx, rotate=rotate,
-            output_projection=output_projection(call.module, call.query, call.value) if "W_O" in needs else None,
-        )  # fmt: skip
+        call = replace(self.call, query=self.queries, key=self.keys, value=self.values)
+        return window_of(call, CAUSAL, rows, self.layer_idx, needs=needs, rotate=rotate)
 
 
 @dataclass
@@ -346,23 +328,24 @@ class Reader:
         if rehearsal is None:
             raise ValueError("settings: expected a rehearsal, got none")
         scores: list[Tensor | None] = [None] * len(layers)
-        weights: Tensor | None = None
 
-        def passage(layer: WatchedLayer, call: AttentionCall) -> None:
-            window = replace(layer.passage_window(call, settings.method.needs, self._rotate), row_weights=weights)
-            made = settings.score(window)[..., :length]
+        def passage(weights: Tensor | None, layer: WatchedLayer, call: AttentionCall) -> None:
+            needs, rows = settings.method.needs, call.query.shape[2]
+            window = window_of(
+                call, CAUSAL, rows, layer.layer_idx, needs=needs, rotate=self._rotate, hints=layer.hints
+            )  # fmt: skip
+            counted = None if weights is None else weights[:, None]
+            made = settings.score(replace(window, row_weights=counted))[..., :length]
             before = scores[layer.layer_idx]
             scores[layer.layer_idx] = made.contiguous() if before is None else settings.method.add(before, made)
 
         keys = [layer.keys for layer in layers] if rehearsal.anchors else []
-        for places, total in rehearsal.passages(ids, keys):
-            tokens, weights = tokens_at(places, ids), None
-            if rehearsal.several() and not settings.method.takes_largest:
-                weights = (1.0 / total)[:, None, None].expand(1, 1, tokens.shape[1])
+        mean = not settings.method.takes_largest
+        for tokens, weights in rehearsal.passages(ids, keys, mean=mean):
             position = torch.arange(length, length + tokens.shape[1], device=ids.device)[None]
             try:
                 for layer in layers:
-                    layer.passage = passage
+                    layer.passage = functools.partial(passage, weights)
                 decoder_of(self.model).forward(tokens, position_ids=position, use_cache=True, **{self._name: cache})
             finally:
                 for layer in layers:
