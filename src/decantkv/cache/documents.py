@@ -16,12 +16,12 @@ from decantkv.cache import files
 from decantkv.cache.chunked_reading import deferred
 from decantkv.cache.evicting_cache import EvictingCache
 from decantkv.hf.context import check_context
+from decantkv.hf.loading import chat_frame
 from decantkv.hf.model_parts import cache_argument, decoder_of
 from decantkv.methods import Method
 from decantkv.scoring.rehearsal import Rehearsal
 from decantkv.selection.budget import Budget
 
-_MARK = "\ue000"  # stands for document and question while a chat template is taken apart
 _GAP = "\n\n"  # between document and question
 _CHUNK = 4096  # tokens of a forward, where nothing else is given
 
@@ -83,18 +83,23 @@ class Document:
         Raises:
             ValueError: no such file, one that was changed, or one of another model.
         """
-        notes = read_notes(path)
-        ids = torch.tensor([notes["ids"]], device=model.device)
-        return cls(model, tokenizer, EvictingCache.load(path, model, prompt=ids), ids, notes["after"])
+        cache = EvictingCache.load(path, model)
+        notes = _checked(cache.notes, path)
+        return cls(model, tokenizer, cache, torch.tensor([notes["ids"]], device=model.device), notes["after"])
 
 
-def read_notes(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return what `Document.save` noted in a file: `ids`, `after`, `source`.
+def source_of(path: str | os.PathLike[str]) -> str:
+    """Return from where the model of a document's file was loaded, "" if the file does not say; only its head is read.
 
     Raises:
         ValueError: the file holds no document.
     """
-    notes: dict[str, Any] = files.read(path)[0].get("notes") or {}
+    source: str = _checked(files.read_notes(path), path)["source"]
+    return source
+
+
+def _checked(notes: dict[str, Any], path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The notes of `Document.save`: `ids`, `after`, `source`."""
     if not {"ids", "after", "source"} <= set(notes):
         raise ValueError(f"path: expected a document that `decantkv condense` wrote, got another cache in {path}")
     return notes
@@ -142,8 +147,9 @@ def condense(
     if questions:
         asked = tuple(tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in questions)
         rehearsed = dataclasses.replace(rehearsed, questions=(*rehearsed.questions, *asked))
-    before, after, templated = _template(tokenizer)
-    ids = tokenizer(before + document.rstrip(), return_tensors="pt", add_special_tokens=not templated).input_ids
+    frame = chat_frame(tokenizer)
+    before, after = frame or ("", _GAP)
+    ids = tokenizer(before + document.rstrip(), return_tensors="pt", add_special_tokens=frame is None).input_ids
     length = ids.shape[1]
     way_out = " for the document and the passages that are run behind it"
     check_context(model.config, length + rehearsed.longest(length), "document", beyond=beyond_context, way_out=way_out)
@@ -153,13 +159,3 @@ def condense(
         for part in ids.split(prefill_chunk, 1):
             decoder(part, use_cache=True, **{cache_argument(decoder): cache})
     return Document(model, tokenizer, cache, ids, after, beyond_context)
-
-
-def _template(tokenizer: Any) -> tuple[str, str, bool]:
-    """Return what the chat template puts before and after a user's text, and whether there is a template."""
-    if getattr(tokenizer, "chat_template", None) is None:
-        return "", _GAP, False
-    messages = [{"role": "user", "content": _MARK}]
-    rendered: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    before, _, after = rendered.partition(_MARK)
-    return before, after, True

@@ -153,6 +153,7 @@ class EvictingCache(DynamicCache):
         model = checked_model(model)
         super().__init__(config=text_config(model))
         self.settings, self.recorder, self.bounds = settings, recorder, bounds
+        self.notes: dict[str, Any] = {}  # what `save` was given beside the cache's own state
         self.steps: StepGraphs | None = None  # `attach` brings graphs to the generations it sees
         if "stream" in settings.method.needs:
             raise ValueError(
@@ -290,7 +291,7 @@ class EvictingCache(DynamicCache):
         Args:
             path: replaced only when the new file is whole.
             prompt: the prompt's token ids [B, N], to be compared when the file is loaded.
-            notes: what else the file should hold, as JSON can; `decantkv.cache.files.read` returns it.
+            notes: what else the file should hold, as JSON can: the loaded cache's `notes`.
 
         Raises:
             ValueError: a prompt is being read, or the method or allocation is not decantkv's own.
@@ -333,7 +334,7 @@ class EvictingCache(DynamicCache):
             settings = files.settings_from_dict(about["settings"])
             bounds = Bounds(**about["bounds"]).check(settings)
             cache = cls.of(model, settings, new_recorder(settings, bounds), bounds)
-            cache.recorder.loaded = True
+            cache.recorder.loaded, cache.notes = True, about.get("notes") or {}
             check_adapters(cache)
             files.restore(cache.layers, about, tensors, layer_devices(model, len(cache.layers)))
         return cache

@@ -10,7 +10,8 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, BinaryIO
 
 import torch
@@ -109,12 +110,9 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor
     Raises:
         ValueError: no file of ours, or one that was changed since it was written.
     """
-    try:
-        with open(path, "rb") as file:  # once, so that a save at the same time changes nothing here
-            marks = _marks(file)
-            tensors = load(file.read())
-    except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"path: expected a cache that was saved, got {path}: {error}") from error
+    with _opened(path) as file:  # once, so that a save at the same time changes nothing here
+        marks = _marks(file)
+        tensors = load(file.read())
     if marks.get("digest") != _digest(marks["decantkv"], tensors):
         raise ValueError(f"path: expected the file as it was written, got {path}, which was changed since")
     with understood(path):
@@ -124,6 +122,31 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor
         elif about["format"] != FORMAT:
             raise ValueError(f"path: expected a file of format {FORMAT} or 1, got {about['format']}")
     return about, tensors
+
+
+def read_notes(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return what `EvictingCache.save` was given as notes, from the file's head alone: its digest is not checked.
+
+    Raises:
+        ValueError: no file of ours.
+    """
+    with _opened(path) as file:
+        notes: dict[str, Any] = json.loads(_marks(file)["decantkv"]).get("notes") or {}
+    return notes
+
+
+@contextmanager
+def _opened(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """While open, the file; what is wrong with it is said in one line.
+
+    Raises:
+        ValueError: no file of ours.
+    """
+    try:
+        with open(path, "rb") as file:
+            yield file
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"path: expected a cache that was saved, got {path}: {error}") from error
 
 
 def _marks(file: BinaryIO) -> dict[str, str]:

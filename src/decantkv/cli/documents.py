@@ -80,10 +80,10 @@ def ask(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per question.")] = False,
 ) -> None:
     """Answer questions from a condensed document; the document is not read again."""
-    from decantkv.cache.documents import Document, read_notes
+    from decantkv.cache.documents import Document, source_of
     from decantkv.hf.loading import load
 
-    source = model or read_notes(file)["source"]
+    source = model or source_of(file)
     if not source:
         raise ValueError(f"model: expected the model that read {file}, which does not name it, got none")
     console = Console(stderr=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from decantkv.hf.loading import USER_TEXT, chat_frame, chat_prompt
 from decantkv.lab.eval.sample import Measure, Sample
 
 Regime = Literal["aware", "aware-question", "agnostic"]
@@ -13,7 +14,6 @@ REGIMES: dict[Regime, str] = {
     "aware-question": "the prompt is evicted where the question ends; the end of the turn and the answer prefix follow",
     "agnostic": "the context is evicted before the question is known; the question follows with continuing positions",
 }
-_MARK = "\u241e\u241fthe user's text\u241f\u241e"
 
 
 @dataclass(frozen=True)
@@ -44,14 +44,9 @@ class ChatFormat:
             raise ValueError(f"tokenizer: expected a fast tokenizer, got {type(tokenizer).__name__}")
         self.tokenizer = tokenizer
         self.system = system
-        self._around: tuple[str, str] | None = None  # what the template puts before and after the user's text
-        self._strips = False
-        if getattr(tokenizer, "chat_template", None):
-            before, mark, after = self._render(_MARK).partition(_MARK)
-            if not mark or _MARK in after:
-                raise ValueError("tokenizer: expected a chat template that repeats the user's text once")
-            self._around = (before, after)
-            self._strips = f" {_MARK} " not in self._render(f" {_MARK} ")
+        self._around = chat_frame(tokenizer, system=system)  # what stands before and after the user's text
+        apart = f" {USER_TEXT} "
+        self._strips = self._around is not None and apart not in chat_prompt(tokenizer, apart, system=system)[0]
 
     def encode(self, sample: Sample) -> Encoded:
         """Token ids of the prompt with its answer prefix, and where each regime cuts them.
@@ -102,13 +97,6 @@ class ChatFormat:
         if place < 0:
             raise ValueError("tokenizer: expected a chat template that repeats the user's text word for word")
         return text + sample.answer_prefix, place + len(context)
-
-    def _render(self, text: str) -> str:
-        turns = [{"role": "user", "content": text}]
-        if self.system is not None:
-            turns.insert(0, {"role": "system", "content": self.system})
-        rendered: str = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-        return rendered
 
 
 def _tokens_within(ends: list[int], stop: int) -> int:
