@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -31,7 +30,7 @@ from decantkv.cache.evicting_cache import (
     give_up,
     new_recorder,
 )
-from decantkv.cache.forwards import Watch, unhook
+from decantkv.cache.forwards import Watch, by_name, unhook
 from decantkv.cache.memory import Weighing, undecided, weighed
 from decantkv.cache.report import Report
 from decantkv.cache.stores import Inner
@@ -203,7 +202,7 @@ class Run:
             if model is not None and model in _attached:
                 _attached[model].hold_weakly(self)
             return self
-        except BaseException:  # an interrupt: the context never began, and nobody will end it
+        except BaseException:  # an interrupt: the context never began, so that `__exit__` will not be called
             self.detach()
             raise
 
@@ -476,7 +475,9 @@ class _Attachment:
         run, model = self.active(), self._model()
         if run is None or model is None or kwargs is None:  # torch's two tables differ while another thread attaches
             return None
-        args, kwargs = self._by_name(decoder, args, kwargs)
+        if self._name != "past_key_values" and "past_key_values" in kwargs:
+            kwargs.setdefault(self._name, kwargs.pop("past_key_values"))
+        kwargs = by_name(decoder, args, kwargs)
         if kwargs.get("encoder_hidden_states") is not None:
             raise ValueError(
                 "encoder_hidden_states: expected none beside attach, got some, whose keys would be cached as tokens"
@@ -496,16 +497,7 @@ class _Attachment:
             self._prefill.weighing = recorder, Weighing(decoder, recorder.recorded), weakref.ref(cache)
         if getattr(self._prefill, "chunked", False) and isinstance(cache, DynamicCache):
             number_chunk(kwargs, cache)
-        return args, kwargs
-
-    def _by_name(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the forward's arguments with the cache under its own name, however it was given."""
-        if self._name != "past_key_values" and "past_key_values" in kwargs:
-            kwargs.setdefault(self._name, kwargs.pop("past_key_values"))
-        if args:
-            names = list(inspect.signature(decoder.forward).parameters)
-            return (), {**dict(zip(names, args, strict=False)), **kwargs}
-        return args, kwargs
+        return (), kwargs
 
     def _after_forward(self, decoder: nn.Module, args: Any, output: Any) -> None:
         waiting, stop = attention_hook.pending(), getattr(self._prefill, "stop", None)

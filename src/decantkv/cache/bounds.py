@@ -18,13 +18,13 @@ Decode = Literal["auto", "model", "own"]
 
 @dataclass(frozen=True)
 class Bounds:
-    """How much may be stored at once, beyond the budget that a prompt ends with.
+    """Limits on what is stored at once, beyond the budget that a prompt ends with.
 
     Attributes:
         prefill_chunk: `generate` reads prompts this many tokens at a time; None: in one piece.
-        max_kv_tokens: tokens a head stores at most after each chunk; None: all until the prompt ends.
+        max_kv_tokens: most tokens per head after each chunk; None: all until the prompt ends.
         every: new tokens between two evictions while an answer is written; None: answers are kept whole.
-        decode_budget: tokens a head keeps at such an eviction: of everything, or with `protect_prompt` of the answer
+        decode_budget: tokens kept per head at such an eviction: of everything, or with `protect_prompt` of the answer
             alone. None: as many as the prompt's budget gave.
         protect_prompt: what the prompt's eviction kept stays for good.
         decode: who attends to what was kept: "model", the model's own attention, through masks; "own", attention that
@@ -110,7 +110,7 @@ class Bounds:
         return self
 
     def own(self, device: torch.device) -> bool:
-        """Whether layers on a device attend for themselves."""
+        """Return whether layers on a device compute attention themselves."""
         return self.store == "plain" and (self.decode == "own" or (self.decode == "auto" and kernels_run_on(device)))
 
 

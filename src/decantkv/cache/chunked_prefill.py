@@ -21,7 +21,7 @@ Chunks = Literal["none", "more", "last"]
 
 
 def with_chunk(layer: EvictingLayer, prompt: Waiting, keys: Tensor, values: Tensor) -> Waiting:
-    """The prompt with one more chunk behind, in a buffer that doubles, up to the length that was announced."""
+    """Return the prompt with one more chunk appended, in a buffer that doubles up to the expected length."""
     buffer, new = prompt.buffer, keys.shape[2]
     ahead = max(0, buffer.length - new)
     if layer.policy.bounds.max_kv_tokens is not None:

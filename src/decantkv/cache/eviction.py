@@ -184,7 +184,7 @@ class Eviction(Policy):
         return self.settings.beside(prompt.rehearsed[0], self.settings.score(win), win.window)
 
     def _hints(self, prompt: Prompt) -> tuple[Tensor, Tensor] | None:
-        """What the attention gave beside its output; the record says how often it did, and why not."""
+        """Return the output and log-sum-exp that the prompt's attention gave, or None; both cases are counted."""
         if not self.bounds.reuse_lse:
             return None
         if isinstance(prompt.lse, tuple):

@@ -121,8 +121,7 @@ def _begin_prompt(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     layers = evicting_layers(cache)
     if cache is None or kwargs is None or not layers:
         return
-    if args:
-        kwargs = {**dict(zip(inspect.signature(module.forward).parameters, args, strict=False)), **kwargs}
+    kwargs = by_name(module, args, kwargs)
     _refuse_padded_turn(cache.layers, kwargs)
     _refuse_hidden_tokens(cache.layers, kwargs.get("attention_mask"))
     begins, rehearsed = layers[0].logical == 0, layers[0].policy.rehearsal is not None
@@ -159,7 +158,7 @@ def _end(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
 
 
 def settle(cache: DynamicCache) -> bool:
-    """Take back what an interrupted forward stored, of which torch tells nobody; whether there was anything.
+    """Take back what an interrupted forward stored, for which torch calls no hook; return whether there was anything.
 
     Not to be called inside a forward.
 
@@ -195,6 +194,11 @@ def changing(cache: DynamicCache) -> Iterator[None]:
         raise
 
 
+def by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return a forward's arguments by their names, however they were given."""
+    return {**dict(zip(inspect.signature(module.forward).parameters, args, strict=False)), **kwargs} if args else kwargs
+
+
 def _lengths(cache: DynamicCache) -> list[int]:
     counts = [getattr(layer, "get_seq_length", None) for layer in cache.layers]
     return [count() for count in counts if count is not None]
@@ -214,7 +218,7 @@ def _caches() -> dict[int, weakref.ref[DynamicCache]]:
 
 
 def _is_running(module: nn.Module) -> bool:
-    """Whether this thread is inside a forward of the module."""
+    """Return whether this thread is inside a forward of the module."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code is _CALL and frame.f_locals.get("self") is module:

@@ -43,8 +43,8 @@ from decantkv.selection.selector import FILLER, Kept
 RESERVE = 4096  # tokens that a growing store takes room for at once, however many were announced
 
 
-class Standing(NamedTuple):
-    """Where a layer stands between two steps."""
+class LayerMark(NamedTuple):
+    """Lengths and contents of a layer between two steps, for a step that is taken back."""
 
     logical: int
     store: Mark
@@ -59,7 +59,7 @@ class EvictingLayer(CacheLayerMixin):
         logical: tokens ever given.
         chunks: whether the prompt comes in one piece, or more chunks are to come, or the last one.
         unmasked: new tokens are all real, whatever the mask says: set for steps that a graph holds.
-        postponed: evictions of the answer are left to whoever set this, between forwards.
+        postponed: the answer is evicted between forwards, by the code that set this.
         noted: the terms of the last attention call, which they need.
     """
 
@@ -87,7 +87,7 @@ class EvictingLayer(CacheLayerMixin):
 
     @property
     def reading(self) -> bool:
-        """Whether a prompt is being read, of which nothing is decided yet."""
+        """Return whether a prompt is being read and nothing of it was evicted yet."""
         return isinstance(self.phase, Reading | Waiting | Rehearsing)
 
     @property
@@ -414,18 +414,18 @@ class EvictingLayer(CacheLayerMixin):
 
     # -- steps that are taken back, or counted without being run
 
-    def standing(self) -> Standing:
+    def mark(self) -> LayerMark:
         """Where the layer stands, before a step that may have to be taken back without moving anything."""
         if not isinstance(self.phase, Whole) or not isinstance(self.phase.store, RaggedStore):
             raise RuntimeError("the layer does not attend by itself")
-        return Standing(self.logical, self.phase.store.mark(), self.phase.answer.mark())
+        return LayerMark(self.logical, self.phase.store.mark(), self.phase.answer.mark())
 
-    def back_to(self, standing: Standing) -> None:
+    def back_to(self, mark: LayerMark) -> None:
         """Take back what came since."""
         if isinstance(self.phase, Whole) and isinstance(self.phase.store, RaggedStore):
-            self.phase.store.back_to(standing.store)
-            self.phase.answer.back_to(standing.answer)
-            self.logical = standing.logical
+            self.phase.store.back_to(mark.store)
+            self.phase.answer.back_to(mark.answer)
+            self.logical = mark.logical
 
     def count(self, new: int) -> None:
         """Count tokens that a recorded step stored."""

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from decantkv.cache.layer import EvictingLayer, Standing
+from decantkv.cache.layer import EvictingLayer, LayerMark
 from decantkv.cache.stores.ragged import RaggedStore
 from decantkv.decode.fused_ops import Standin, in_place
 from decantkv.hf.attention_hook import CallTerms
@@ -168,13 +168,13 @@ class StepGraphs:
         layers = [layer for layer in self._layers if isinstance(layer, EvictingLayer)]
         return [(layer, layer.store) for layer in layers if isinstance(layer.store, RaggedStore)]
 
-    def _snapshot(self) -> list[Standing]:
+    def _snapshot(self) -> list[LayerMark]:
         """Return the state of every layer, to which a wrong step is taken back."""
-        return [layer.standing() for layer, _ in self._attending()]
+        return [layer.mark() for layer, _ in self._attending()]
 
-    def _restore(self, snapshot: Sequence[Standing]) -> None:
-        for (layer, _), standing in zip(self._attending(), snapshot, strict=True):
-            layer.back_to(standing)
+    def _restore(self, snapshot: Sequence[LayerMark]) -> None:
+        for (layer, _), mark in zip(self._attending(), snapshot, strict=True):
+            layer.back_to(mark)
 
     def _misfit(self, kwargs: dict[str, Any]) -> str | None:
         """Return None if the forward can be captured; otherwise the reason, or '' if it need not be reported."""
@@ -214,7 +214,7 @@ class StepGraphs:
             for layer in layers:
                 layer.unmasked = False
 
-    def _rehearse(self, original: Forward, kwargs: dict[str, Any], before: Sequence[Standing]) -> bool:
+    def _rehearse(self, original: Forward, kwargs: dict[str, Any], before: Sequence[LayerMark]) -> bool:
         """Return whether a step runs without the host waiting for the device.
 
         A capture that fails half-way leaves the device's random numbers and pools in doubt; this finds out before.
