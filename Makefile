@@ -79,7 +79,7 @@ $(VENV)/.torch:
 	touch $@
 
 $(VENV)/.demo: $(VENV)/.torch pyproject.toml
-	$(BIN)/pip install -q -e '.[gguf]'
+	$(BIN)/pip install -q -e '.[cli,gguf]'
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.torch pyproject.toml

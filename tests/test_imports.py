@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import decantkv
 
@@ -179,3 +181,55 @@ def test_ctrl_c_exits_with_130_wherever_it_comes(code):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 130
+
+
+MISSING = ("typer", "rich", "click", "shellingham", "markdown_it", "pygments", "mdurl", "accelerate", "scipy")
+WITHOUT = f"""
+import sys
+class Passing:
+    def __init__(self, finder): self.finder = finder
+    def find_spec(self, name, *rest):
+        return None if name.split(".")[0] in {MISSING} else self.finder.find_spec(name, *rest)
+    def __getattr__(self, name): return getattr(self.finder, name)
+sys.meta_path = [Passing(finder) for finder in sys.meta_path]
+"""
+
+
+def without_extras(code):
+    return subprocess.run([sys.executable, "-c", WITHOUT + code], capture_output=True, text=True)
+
+
+def test_attach_and_generate_need_the_core_dependencies_alone():
+    code = (
+        "import decantkv, decantkv.hf.loading\n"
+        "from tests.support import tiny\n"
+        "model, ids = tiny.llama(), tiny.prompt(60)\n"
+        "with decantkv.attach(model, budget=0.5) as run:\n"
+        "    model.generate(ids, max_new_tokens=4, do_sample=False)\n"
+        "assert run.report().layers\n"
+        "print(*(name for name in sys.modules if name.startswith('decantkv')))"
+    )
+    done = without_extras(code)
+    assert done.returncode == 0, done.stderr
+    needed = set()
+    for name in done.stdout.split():
+        path = SOURCE.joinpath(*name.split(".")[1:])
+        tree = ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text())
+        for node in tree.body:
+            if isinstance(node, ast.ImportFrom):
+                needed.add(top(node.module or ""))
+            elif isinstance(node, ast.Import):
+                needed |= {top(alias.name) for alias in node.names}
+    project = tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text())["project"]
+    declared = {Requirement(text).name for text in project["dependencies"]}
+    assert needed - sys.stdlib_module_names - {"decantkv"} == declared
+
+
+@pytest.mark.parametrize(
+    "code", ["import decantkv.__main__ as command; command.main()", "import decantkv.lab.eval.cli"]
+)
+def test_what_needs_an_extra_names_it(code):
+    done = without_extras(code)
+    assert done.returncode == (2 if "main" in code else 1)
+    assert "pip install 'decantkv[cli]'" in done.stderr.splitlines()[-1]
+    assert "main" not in code or done.stderr.count("\n") == 1

@@ -15,7 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from decantkv import cli
-from decantkv.base.terminal import Console, visible, write
+from decantkv.base.terminal import visible, write
+from decantkv.cli.console import Console
 
 TITLE, CLIPBOARD, COLOUR, CSI = "\x1b]0;PWNED\x07", "\x1b]52;c;cm0gLXJm\x07", "\x1b[31mred\x1b[0m", "\x9b31m"
 HOSTILE = f"a{TITLE}b{CLIPBOARD}c{COLOUR}d{CSI}e\rf\x08g\x7fh\u202ei\x00"

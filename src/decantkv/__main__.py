@@ -6,6 +6,8 @@ import signal
 import sys
 from typing import Any, NoReturn
 
+from decantkv.base.extras import expect_packages
+
 
 class Interrupted(KeyboardInterrupt):
     """Ctrl-C on the command line.
@@ -13,6 +15,18 @@ class Interrupted(KeyboardInterrupt):
     A class of its own, since Python leaves by the signal itself, not by an exit code, once a plain KeyboardInterrupt
     has passed through code that was compiled from text, as dataclasses are.
     """
+
+
+def command() -> None:
+    """Run the command line; exit with 2 and one line where packages of the extra [cli] are missing."""
+    try:
+        expect_packages("the command line", "cli", "filelock", "rich", "typer")
+    except ModuleNotFoundError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    from decantkv.cli import main
+
+    main()
 
 
 def main() -> None:
@@ -27,8 +41,6 @@ def main() -> None:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, interrupt)
     try:
-        from decantkv.cli import main as command
-
         command()
     except BaseException:
         if came:

@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from decantkv.base.terminal import Console
+from decantkv.cli.console import Console
 from decantkv.lab.eval.show import fitted
 
 NAMES = ["method", "budget", "bytes", "score [95 %]", "Δ length", "n"]

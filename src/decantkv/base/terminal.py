@@ -3,12 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
-from typing import Any
-
-from rich import console as rich
-from rich.segment import Segment
-from rich.text import Text
 
 _BIDI = (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))  # they reorder what a line shows
 _VISIBLE = {
@@ -32,16 +26,3 @@ def write(text: str, *, end: str = "\n") -> None:
 def note(text: str) -> None:
     """Write a line of text to standard error, above a spinner if one is shown."""
     sys.stderr.write(visible(text) + "\n")
-
-
-class Console(rich.Console):
-    """A rich console on which only rich's own styles make escape sequences."""
-
-    def render_str(self, text: str, **options: Any) -> Text:
-        """Measure and lay out the text as it will be shown."""
-        return super().render_str(visible(text), **options)
-
-    def render(self, renderable: Any, options: rich.ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Segments of the renderable, their text made visible; rich's own control segments pass."""
-        for segment in super().render(renderable, options):
-            yield segment if segment.control else Segment(visible(segment.text), segment.style)

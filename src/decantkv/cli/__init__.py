@@ -11,7 +11,7 @@ import typer
 from rich.markup import escape
 
 import decantkv
-from decantkv.base.terminal import Console
+from decantkv.cli.console import Console
 
 app = typer.Typer(
     name="decantkv",

@@ -11,7 +11,8 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from decantkv.base.terminal import Console, write
+from decantkv.base.terminal import write
+from decantkv.cli.console import Console
 from decantkv.cli.generate import parse_option, read_prompt, streamer
 
 

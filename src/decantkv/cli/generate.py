@@ -16,7 +16,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from decantkv.base.options import Allocation
-from decantkv.base.terminal import Console, write
+from decantkv.base.terminal import write
+from decantkv.cli.console import Console
 from decantkv.hf.context import check_context
 
 if TYPE_CHECKING:

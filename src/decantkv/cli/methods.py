@@ -10,7 +10,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from decantkv.base.terminal import Console
+from decantkv.cli.console import Console
 
 # what a terminal has room for, a wide and a narrow one; --json prints everything
 _WIDE = ("name", "kind", "score", "keeps", "pooling", "allocation", "cost", "needs", "source")

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
@@ -139,6 +138,8 @@ def convert_gguf(path: str | Path) -> Path:
     target = cache_folder() / f"{path.stem}-{digest[:16]}-{CONVERSION}"
     if target.is_dir():
         return target
+    from filelock import FileLock
+
     with _one_line(f"expected a whole .gguf file, got {path}"):
         _check_size(path)
         target.parent.mkdir(parents=True, exist_ok=True)

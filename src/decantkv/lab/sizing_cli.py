@@ -8,7 +8,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from decantkv.base.terminal import Console
+from decantkv.cli.console import Console
 from decantkv.hf.context import check_context
 
 

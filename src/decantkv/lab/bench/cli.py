@@ -13,7 +13,7 @@ from rich.table import Table
 
 from decantkv.base.json_lines import read, write
 from decantkv.base.options import Impl, expect_choice
-from decantkv.base.terminal import Console
+from decantkv.cli.console import Console
 from decantkv.lab.bench.rows import Row
 
 app = typer.Typer(help="Measure the evict step on this GPU.", no_args_is_help=True)

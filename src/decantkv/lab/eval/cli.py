@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from decantkv.base.terminal import Console
+from decantkv.cli.console import Console
 from decantkv.lab.eval.presets import PRESETS
 
 if TYPE_CHECKING:

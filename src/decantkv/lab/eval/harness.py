@@ -9,8 +9,8 @@ from typing import Any
 
 from rich.table import Table
 
-from decantkv.base.terminal import Console
 from decantkv.base.writing import write_whole
+from decantkv.cli.console import Console
 from decantkv.hf import loading
 
 

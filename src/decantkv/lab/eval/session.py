@@ -18,7 +18,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import PreTrainedModel
 
-from decantkv.base.terminal import Console
+from decantkv.cli.console import Console
 from decantkv.hf import loading
 from decantkv.hf.context import check_context, context_limit
 from decantkv.lab.eval import fingerprints, niah, probes, ruler

@@ -9,7 +9,7 @@ import numpy as np
 from rich.cells import cell_len
 from rich.table import Table as RichTable
 
-from decantkv.base.terminal import Console
+from decantkv.cli.console import Console
 from decantkv.lab.eval.bootstrap import Bootstrap, Interval, holm
 from decantkv.lab.eval.chat import REGIMES
 from decantkv.lab.eval.results import taken

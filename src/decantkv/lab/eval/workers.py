@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from decantkv.base.terminal import Console
+from decantkv.cli.console import Console
 from decantkv.lab.eval.runner import Plan, Prompt, cache_memory
 from decantkv.lab.eval.session import Session, progress_bar
 from decantkv.lab.processes import end_with_parent, environment

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from decantkv.base.terminal import Console
+from decantkv.cli.console import Console
 
 
 def report(

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from decantkv.base.terminal import Console
+from decantkv.cli.console import Console
 from decantkv.hf.context import check_context
 
 

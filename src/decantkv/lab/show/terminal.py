@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from rich.markup import escape
 
-from decantkv.base.terminal import Console
+from decantkv.cli.console import Console
 from decantkv.lab.show.collect import MethodView, View
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"

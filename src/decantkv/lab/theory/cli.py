@@ -9,7 +9,8 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from decantkv.base.terminal import Console, write
+from decantkv.base.terminal import write
+from decantkv.cli.console import Console
 
 
 def verify(

@@ -11,7 +11,7 @@ import numpy as np
 from rich import box
 from rich.table import Table
 
-from decantkv.base.terminal import Console
+from decantkv.cli.console import Console
 from decantkv.lab.theory.bounds import bound_factor
 from decantkv.lab.theory.measure import Record, fields_of
 
