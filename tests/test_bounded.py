@@ -328,6 +328,38 @@ def test_a_protected_prompt_stays():
 
 
 @pytest.mark.parametrize("decode", ["model", "own"])
+@pytest.mark.parametrize("budget", [20, 0.5])
+def test_rounds_keep_in_each_layer_of_a_pyramid_what_its_prompt_kept(budget, decode):
+    model = tiny.llama()
+    options = {"budget": budget, "window": 3, "every": 5, "allocation": "pyramid", "decode": decode}
+    _, _, cache = answers(model, {"input_ids": tiny.prompt(40)}, 10, **options)
+    assert [layer.stored for layer in cache.layers] == [36, 20, 4]
+    assert cache.report().rounds == 3 * 2
+
+
+@pytest.mark.parametrize("decode", ["model", "own"])
+def test_a_prompt_within_its_pyramid_grows_to_the_layers_shares(decode):
+    model = tiny.llama()
+    options = {"budget": 20, "window": 3, "every": 5, "allocation": "pyramid", "decode": decode}
+    _, _, cache = answers(model, {"input_ids": tiny.prompt(12)}, 40, **options)
+    assert [layer.stored for layer in cache.layers] == [36, 20, 4]
+
+
+@pytest.mark.parametrize("decode", ["model", "own"])
+def test_a_protected_prompt_stays_in_every_layer_of_a_pyramid(decode):
+    model = tiny.llama()
+    options = {"budget": 20, "window": 3, "allocation": "pyramid", "decode": decode}
+    first = decantkv.EvictingCache(model, **options)
+    logits_with(model, first, {"input_ids": tiny.prompt(60)}, [])
+    options |= {"every": 5, "decode_budget": 4, "protect_prompt": True}
+    _, _, cache = answers(model, {"input_ids": tiny.prompt(60)}, 10, **options)
+    for before, after in zip(first.layers, cache.layers, strict=True):
+        kept = before.kept.indices.shape[2]
+        assert torch.equal(after.kept.indices[..., :kept], before.kept.indices)
+        assert after.stored == kept + 4
+
+
+@pytest.mark.parametrize("decode", ["model", "own"])
 @pytest.mark.parametrize("more", [{"protect": [(3, 5)]}, {"protect_prompt": True}])
 @pytest.mark.parametrize("length", [2, 5])
 def test_rounds_after_a_short_prompt_keep_what_is_protected(length, more, decode):

@@ -181,9 +181,9 @@ class Reader:
         if truth.prompt == 0 and layers and all(not layer.reading and layer.logical for _, layer in layers):
             truth.prompt = truth.length
             self._check_prompt(truth, [i for i, _ in layers])
-            for i, _ in layers:
+            for place, (i, _) in enumerate(layers):
                 truth.prompt_kept[i], truth.renewed[i] = truth.kept[i].clone(), truth.length
-                truth.most[i] = self._most(self._held(truth, i).amax(1))
+                truth.most[i] = self._most(self._held(truth, i).amax(1), (place, len(layers)))
         for i in changed:
             truth.renewed[i] = truth.length
         self._check_rounds(truth, [i for i, _ in layers])
@@ -293,15 +293,20 @@ class Reader:
             assert bool((held <= truth.most[i]).all()), f"layer {i} holds {held} tokens, more than {truth.most[i]}"
             truth.renewed[i] = truth.length
 
-    def _most(self, prompt: Tensor) -> Tensor:
-        """[B] tokens that an eviction of the answer leaves at most, of `prompt` [B] that the prompt's left."""
+    def _most(self, prompt: Tensor, place: tuple[int, int]) -> Tensor:
+        """[B] tokens that an eviction of the answer leaves at most in a layer, of `prompt` [B] that the prompt's left.
+
+        A budget in tokens is spread over the layers as for a long prompt, however short this one was.
+        """
         own, whole = self.bounds.decode_budget, self.settings.budget.tokens
         always = self.settings.method.window + self.settings.sinks
         if self.bounds.protect_prompt:
             return prompt + (prompt.clamp_min(always) if own is None else own)
-        most = torch.full_like(prompt, own) if own is not None else prompt if whole is None else prompt * 0 + whole
-        return most.clamp_min(len(set(range(self.settings.sinks)).union(*(range(*p) for p in self.settings.protect)))
-                              + self.settings.method.window)  # fmt: skip
+        forced = len(set(range(self.settings.sinks)).union(*(range(*p) for p in self.settings.protect)))
+        forced += self.settings.method.window
+        if own is None and whole is not None:
+            own = self.settings.allocation.layer_budget(max(whole, forced), forced, 10**9, *place)
+        return (prompt if own is None else torch.full_like(prompt, own)).clamp_min(forced)
 
     def _round(self, layer: EvictingLayer, full: FullLayer) -> None:
         """Round the full cache's tokens as the store rounds its own."""

@@ -106,20 +106,19 @@ class Eviction(Policy):
         counts = [min(n, most) for n, most in zip(budget.n_keep, held, strict=True)]
         if counts != list(budget.n_keep):
             self.recorder.capped = True
-        answer = KEPT_WHOLE
-        if self.bounds.every is not None:
-            answer = re_eviction.begin(self, layer, call.query, lengths, counts)
         before = sum({x.data_ptr(): x.nbytes for x in (keys, prompt.values)}.values())  # slack of chunks apart
         before = before * layer.logical // keys.shape[2]  # of all that was read, not of what early chunks left
         contested = False
         if counts == list(held):
             kept_counts = torch.tensor(counts, device=device)[:, None].expand(-1, keys.shape[1])
             left = slots.left(kept_counts, counts)
+            answer = self._answer(layer, call, lengths, counts)
             self._hold(layer, prompt, call, self._stored_whole(layer, prompt, seen, left), answer, left)
         else:
             kept = self._choose(layer, prompt, call, seen, counts, budget)
             with self.recorder.stopwatch.measure("compaction", device):
                 store = self._stored(layer, prompt, call, kept)
+                answer = self._answer(layer, call, lengths, kept.rows)
                 self._hold(layer, prompt, call, store, answer, slots.origin(kept))
             kept_counts, contested = kept.counts, self.contest is not None
         if contested and self.contest is not None:
@@ -127,6 +126,14 @@ class Eviction(Policy):
                 self._record(settled, budget, counts_of, full)
         else:
             self._record(layer, budget, kept_counts, before)
+
+    def _answer(
+        self, layer: EvictingLayer, call: AttentionCall, lengths: Sequence[int], counts: Sequence[int] | None
+    ) -> Answer:
+        """What later evictions need; `counts`: tokens that every head of a row keeps, None where heads differ."""
+        if self.bounds.every is None or counts is None:
+            return KEPT_WHOLE
+        return re_eviction.begin(self, layer, call.query, lengths, counts)
 
     def _stored_whole(self, layer: EvictingLayer, prompt: Prompt, seen: PromptMask, left: Kept | None) -> DenseStore:
         """All of the prompt, or all that a cap left of it."""

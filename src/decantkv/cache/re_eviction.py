@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -128,9 +129,11 @@ class EvictedAnswer(Answer):
 def begin(
     policy: Eviction, layer: EvictingLayer, query: Tensor, lengths: Sequence[int], counts: Sequence[int]
 ) -> Answer:
-    """The answer to prompts of these lengths, of which a head keeps `counts` tokens; `query`: of the prompt's end."""
+    """The answer to prompts of these lengths, of which the layer keeps `counts`; `query`: of the prompt's end."""
     bounds, settings = policy.bounds, policy.settings
     own, whole, always = bounds.decode_budget, settings.budget.tokens, settings.rounds_keep()
+    if whole is not None:
+        whole = settings.allocation.layer_budget(max(whole, always), always, sys.maxsize, *layer.place)
     if bounds.protect_prompt:
         most = [n + max(n if own is None else own, settings.method.window + settings.sinks) for n in counts]
     else:  # a short prompt is kept whole, and may have had fewer tokens than a round keeps whatever their score
