@@ -131,6 +131,20 @@ def test_a_cache_that_holds_everything_is_cropped_like_transformers_own(decode, 
 
 
 @pytest.mark.parametrize("decode", ["own", "model"])
+@pytest.mark.parametrize("number", [2, 5])
+def test_a_row_whose_tokens_were_all_cropped_begins_anew(decode, number):
+    """What was cropped of a padded row were pads as well, which had taken no slot."""
+    model, prompts = tiny.llama(), [tiny.prompt(10, seed=1), tiny.prompt(2, seed=2)]
+    ours = Chat(model, decantkv.EvictingCache(model, budget=1.0, decode=decode))
+    theirs = Chat(model, DynamicCache(config=model.config))
+    for chat in (ours, theirs):
+        chat.say(prompts)
+        chat.crop(number)
+    for turn in (*[step(2, seed) for seed in (5, 6, 7)], TURNS, step(2, 8)):
+        torch.testing.assert_close(ours.say(turn), theirs.say(turn), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("decode", ["own", "model"])
 def test_crop_further_back_than_the_first_token_empties_the_cache(decode):
     model = tiny.llama()
     cache = decantkv.EvictingCache(model, budget=1.0, decode=decode)
@@ -200,6 +214,31 @@ def test_joined_rows_go_on_and_are_cropped_like_rows_alone(way, lengths):
     said = joined.say(step(2, 7))
     for row, chat in enumerate(chats):
         torch.testing.assert_close(said[row : row + 1], chat.say(step(1, 7)), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize(("attention", "way"), [("eager", WAYS[0]), *[("sdpa", way) for way in WAYS]])
+@pytest.mark.parametrize("budget", [12, 30])  # of the latter the shorter prompt is kept whole
+def test_joined_rows_of_padded_turns_equal_rows_alone_and_name_no_pad(attention, way, budget):
+    model = tiny.llama(attention=attention, num_hidden_layers=4)
+    chats = []
+    for length, turns in ((40, (4, 1)), (30, (1, 3))):
+        chat = Chat(model, decantkv.EvictingCache(model, budget=budget, window=4, **way))
+        chat.say([tiny.prompt(length, seed=length + row) for row in range(2)])
+        chat.say([tiny.prompt(n, seed=n) for n in turns])
+        chats.append(chat)
+    joined = Chat(model, decantkv.EvictingCache.cat([chat.cache for chat in chats]))
+    most = max(chat.mask.shape[1] for chat in chats)
+    joined.mask = torch.cat([torch.nn.functional.pad(c.mask, (most - c.mask.shape[1], 0)) for c in chats])
+    for layer in joined.cache.layers:
+        assert layer.kept is None or not (layer.kept.mask(most) & (joined.mask == 0)[:, None]).any()
+    for seed in (5, 6):
+        said = joined.say(step(4, seed))
+        alone = torch.cat([chat.say(step(2, seed)) for chat in chats])
+        torch.testing.assert_close(said, alone, rtol=0, atol=2e-5)
+    for chat in (joined, *chats):
+        chat.crop(2)
+    alone = torch.cat([chat.say(step(2, 7)) for chat in chats])
+    torch.testing.assert_close(joined.say(step(4, 7)), alone, rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("way", WAYS[:4] + WAYS[5:])

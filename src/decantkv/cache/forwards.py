@@ -20,7 +20,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
 from decantkv.cache.chunked_reading import decide, evicting_layers
 from decantkv.cache.layer import EvictingLayer
-from decantkv.cache.phases import Waiting
+from decantkv.cache.phases import Waiting, Whole
 from decantkv.cache.rehearsal import note_read
 from decantkv.cache.standing import Standing
 from decantkv.hf.attention_hook import Hold, any_left, lock, uncompiled
@@ -122,7 +122,7 @@ def _begin_prompt(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     if cache is None or kwargs is None or not layers:
         return
     kwargs = by_name(module, args, kwargs)
-    _refuse_padded_turn(cache.layers, kwargs)
+    _note_pads(layers, kwargs)
     _refuse_hidden_tokens(cache.layers, kwargs.get("attention_mask"))
     begins, rehearsed = layers[0].logical == 0, layers[0].policy.rehearsal is not None
     waits = isinstance(layers[0].phase, Waiting)
@@ -251,13 +251,20 @@ def _refuse_hidden_tokens(layers: Sequence[CacheLayerMixin], mask: Any) -> None:
         )
 
 
-def _refuse_padded_turn(layers: Sequence[CacheLayerMixin], kwargs: Mapping[str, Any]) -> None:
-    """Raise where answers are evicted and a later turn has pads: rows would be evicted at other times than alone."""
-    mask = kwargs.get("attention_mask")
-    answering = any(isinstance(x, EvictingLayer) and x.answer is not None and x.answer.evicted for x in layers)
+def _note_pads(layers: Sequence[EvictingLayer], kwargs: Mapping[str, Any]) -> None:
+    """Tell stores which tokens of a later turn are pads.
+
+    Raises:
+        ValueError: answers are evicted, so that rows would be evicted at other times than alone.
+    """
+    mask, phases = kwargs.get("attention_mask"), [x.phase for x in layers if isinstance(x.phase, Whole)]
     tokens = next((kwargs[n] for n in ("input_ids", "inputs_embeds") if isinstance(kwargs.get(n), Tensor)), None)
-    if not answering or tokens is None or not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[0] == 1:
+    if not phases or tokens is None or not isinstance(mask, Tensor) or mask.dim() != 2:
         return
-    new = mask[:, -tokens.shape[1] :]
-    if (new.shape[1] > 1 or not mask.is_cuda) and not bool(torch.all(new != 0)):
+    real = mask[:, -tokens.shape[1] :] != 0
+    if (mask.is_cuda and real.shape[1] == 1) or bool(real.all()):  # a step on a GPU does not wait for the device
+        return
+    if any(phase.answer.evicted for phase in phases):
         raise padded_turn()
+    for phase in phases:
+        phase.store.expect_pads(real)

@@ -31,7 +31,7 @@ class DenseStore:
 
     Attributes:
         length: filled slots.
-        valid: [B, 1 or H, S] bool, which of the first S slots hold a token; None where all do.
+        valid: [B, 1 or H, S] bool, which of the first S slots hold a token and no pad; None where all do.
         settled: slots that the prompt, or the last eviction, left.
         whole: nothing was evicted, so that `crop` may take back everything.
     """
@@ -139,6 +139,12 @@ class DenseStore:
     def forget_staged(self) -> None:
         """Nothing to do: new tokens are stored at once."""
 
+    def expect_pads(self, real: Tensor) -> None:
+        """As `Store.expect_pads`; nobody attends to the pads, whatever later masks say."""
+        held = self.held()
+        new = real.to(held.device)[:, None].expand(-1, held.shape[1], -1)
+        self.valid = torch.cat([held, new], 2)
+
     def mask(self, call: AttentionCall, *, uneven: bool) -> Any:
         """The call's mask with filler hidden from new tokens.
 
@@ -208,12 +214,13 @@ class DenseStore:
         """Forget the newest `number` tokens; their slots become slack."""
         self.cut(self.length - number)
         self.settled = min(self.settled, self.length)
-        if self.valid is not None:
-            self.valid = self.valid[:, :, : self.length]
 
     def cut(self, length: int) -> bool:
         """As `Store.cut`; the slots behind become slack."""
         self.length = length
+        if self.valid is not None:
+            left = self.valid[:, :, :length]
+            self.valid = None if bool(left.all()) else left
         return True
 
     def select_rows(self, rows: Tensor) -> None:

@@ -97,14 +97,14 @@ class RaggedStore:
         """The tokens of a dense store, in place where its memory is laid out for it."""
         keys, values = store.keys.contiguous(), store.values.contiguous()
         batch, heads, stored = keys.shape[:3]
-        lanes = torch.arange(batch * heads, device=keys.device)
-        filler = torch.zeros_like(lanes)
-        if store.hides:
-            filler = (~store.held()).sum(-1).expand(-1, heads).flatten()
-        ragged = cls(
-            keys.view(-1, keys.shape[3]), values.view(-1, values.shape[3]), lanes * stored + filler, stored - filler,
-            batch=batch, appended=store.appended,
-        )  # fmt: skip
+        flat_keys, flat_values = keys.view(-1, keys.shape[3]), values.view(-1, values.shape[3])
+        lens = store.held().sum(-1).expand(-1, heads).flatten()
+        if store.valid is None or store.valid.shape[2] <= store.settled:  # filler is on the left
+            starts = torch.arange(1, batch * heads + 1, device=keys.device) * stored - lens
+        else:  # pads of later turns lie between tokens
+            held = store.held().expand(-1, heads, -1).flatten()
+            flat_keys, flat_values, starts = flat_keys[held], flat_values[held], lens.cumsum(0) - lens
+        ragged = cls(flat_keys, flat_values, starts, lens, batch=batch, appended=store.appended)
         if store.hides and store.appended:
             ragged.real = store.held()[:, 0, stored - store.appended :]
         return ragged
@@ -133,6 +133,9 @@ class RaggedStore:
     def forget_staged(self) -> None:
         """No attention call comes for the new tokens."""
         self.fresh = ()
+
+    def expect_pads(self, real: Tensor) -> None:
+        """Nothing to do: `append` gets to know them, from any kind of mask."""
 
     def append(self, keys: Tensor, values: Tensor, real: Tensor | None = None, *, reserve: int = 0) -> None:
         """Write new tokens behind each lane's own.
@@ -305,10 +308,11 @@ class RaggedStore:
         self.lens = writable(self.lens, self.lens)
         if self.real is None or left >= self.real.shape[1]:
             self.lens -= number
-        else:
+            self.room += number
+        else:  # a pad took no slot, and gives none back
             self.lens -= self.columns()[:, left:].sum(1).repeat_interleave(self.heads)
             self.real = self.real[:, :left] if left else None
-        self.room += number
+            self.room = int((self._capacity() - self.lens).min())
         self.appended = left
         self.changing = False
 

@@ -64,6 +64,9 @@ class Store(Protocol):
     def forget_staged(self) -> None:
         """The staged tokens' forward failed."""
 
+    def expect_pads(self, real: Tensor) -> None:
+        """Of the tokens that the next `update` brings, those are pads where `real` [B, T] bool is False."""
+
     def mask(self, call: AttentionCall, *, uneven: bool) -> Any:
         """The mask for the model's own attention over this store."""
 
