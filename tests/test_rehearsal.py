@@ -158,3 +158,15 @@ def test_a_cache_is_scored_with_given_tokens_and_stays_whole_after_an_interrupt(
             by_hand.rehearse(question)
     for one, other in zip(by_setting.layers, by_hand.layers, strict=True):
         assert torch.equal(one.kept.indices, other.kept.indices)
+
+
+@torch.no_grad()
+def test_a_bare_forward_that_attach_gives_a_cache_is_rehearsed():
+    model, ids = tiny.llama(), tiny.prompt(80)
+    kept = []
+    for given in (False, True):
+        with decantkv.attach(model, budget=0.3, rehearsal="replay", allocation="uniform") as run:
+            cache = {cache_argument(model): run.new_cache()} if given else {}
+            kept.append(model(ids, use_cache=True, **cache)[cache_argument(model)].layers)
+    for bare, told in zip(*kept, strict=True):
+        assert torch.equal(bare.kept.indices, told.kept.indices)

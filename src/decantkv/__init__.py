@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from decantkv.api import score
     from decantkv.attachment import Run, attach
+    from decantkv.base.chat import Chat
     from decantkv.cache.chunked_reading import deferred
     from decantkv.cache.documents import Document, condense
     from decantkv.cache.evicting_cache import EvictingCache, cache_argument
@@ -60,6 +61,7 @@ __all__ = [
     "AnDProChunks",
     "AttentionWindow",
     "Budget",
+    "Chat",
     "Compactor",
     "CriticalKV",
     "DefensiveKV",
@@ -107,6 +109,7 @@ _HOME = {
     "AttentionWindow": "scoring.window",
     "Rehearsal": "scoring.rehearsal",
     "Budget": "selection.budget",
+    "Chat": "base.chat",
     "UnsupportedModelError": "hf.attention_hook",
     "deferred": "cache.chunked_reading",
     "score": "api",

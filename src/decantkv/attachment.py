@@ -15,6 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
+from decantkv.base.chat import Chat
 from decantkv.base.options import Allocation, Impl, Span
 from decantkv.cache.bounds import UNBOUNDED, Bounds, Decode
 from decantkv.cache.chunked_reading import Following, generating_parts
@@ -66,7 +67,8 @@ def attach(
     settings: Settings | None = None,
     allocation: Allocation | AllocationRule | None = None,
     sinks: int | None = None,
-    protect: Sequence[Span] = (),
+    protect: Sequence[Span | str] = (),
+    chat: Chat | Sequence[Chat] | None = None,
     impl: Impl = "auto",
     rehearsal: str | Rehearsal | None = None,
     prefill_chunk: int | None = None,
@@ -94,7 +96,9 @@ def attach(
         allocation: how the budget is spread: "uniform", "shared" (one set for all heads of a layer), "ada",
             "ada-kvpress", "heads", "pyramid", "layer", "global", or a rule; None takes the method's own.
         sinks: first tokens always kept; None takes the method's own.
-        protect: spans (start, stop) of prompt positions always kept, from a row's first real token.
+        protect: spans (start, stop) of prompt positions always kept, from a row's first real token; also "system" and
+            "tools", the parts of `chat` that its template writes for them.
+        chat: the prompt as a `Chat`, or the prompts that may come, where `protect` names parts of a chat.
         impl: "auto", "reference", "torch" or "triton".
         rehearsal: what is run over a prompt before it is evicted, so that what any later question needs stays: "replay"
             (the prompt once more), "anchors" (a tenth of it, "anchors:0.05" another share), both joined by "+", or a
@@ -117,7 +121,10 @@ def attach(
         TypeError, ValueError: an argument out of its range.
         UnsupportedModelError: a model whose attention cannot be followed.
     """
-    given = {"budget": budget, "allocation": allocation, "sinks": sinks, "protect": protect, "rehearsal": rehearsal}
+    given = {
+        "budget": budget, "allocation": allocation, "sinks": sinks, "protect": protect, "chat": chat,
+        "rehearsal": rehearsal,
+    }  # fmt: skip
     if settings is None:
         settings = Settings.parse(method, impl=impl, **given, **options)  # type: ignore[arg-type]  # as annotated above
     elif beside := [
@@ -270,7 +277,7 @@ class _Attachment:
             self._holds = (*self._holds, kind(model))
         decoder: nn.Module = decoder_of(model)
         if self._before_forward not in decoder._forward_pre_hooks.values():
-            decoder.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+            decoder.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)  # before Watch's
         if self._after_forward not in decoder._forward_hooks.values():
             decoder.register_forward_hook(self._after_forward, always_call=True)
         for part in generating_parts(model):

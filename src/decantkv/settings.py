@@ -11,7 +11,8 @@ from typing import Any, Self, get_args
 import torch
 from torch import Tensor
 
-from decantkv.base.options import Allocation, Impl, Span, expect_choice, expect_int, expect_spans
+from decantkv.base.chat import ROLES, Chat, ProtectedChat, chat_of, protected_chats
+from decantkv.base.options import Allocation, Impl, Span, expect_choice, expect_int, expect_protected
 from decantkv.methods import Method, resolve
 from decantkv.scoring.rehearsal import Rehearsal
 from decantkv.scoring.window import AttentionWindow
@@ -35,6 +36,8 @@ class Settings:
         protect: spans (start, stop) of prompt positions always kept, counted from the first real token.
         impl: implementation of the scores.
         rehearsal: what is run over a prompt so that its queries score it; None: the prompt's last queries score it.
+        roles: parts of a chat that are always kept as well: "system", "tools".
+        chats: the chats that prompts may be, with the spans of these parts; `protect` holds those that all share.
     """
 
     method: Method
@@ -43,6 +46,8 @@ class Settings:
     protect: tuple[Span, ...] = ()
     impl: Impl = "auto"
     rehearsal: Rehearsal | None = None
+    roles: tuple[str, ...] = ()
+    chats: tuple[ProtectedChat, ...] = ()
 
     @classmethod
     def parse(
@@ -52,7 +57,8 @@ class Settings:
         budget: float | int | str | Budget | None,
         allocation: Allocation | AllocationRule | None = None,
         sinks: int | None = None,
-        protect: Sequence[Span] = (),
+        protect: Sequence[Span | str] = (),
+        chat: Chat | Sequence[Chat] | None = None,
         impl: Impl = "auto",
         rehearsal: str | Rehearsal | None = None,
         **options: Any,
@@ -78,7 +84,31 @@ class Settings:
             chosen = dataclasses.replace(chosen, sinks=int(sinks))
         parsed = Budget.parse(budget)
         parsed.check_fixed(chosen.window + chosen.sinks, f"window {chosen.window} and sinks {chosen.sinks}")
-        return cls(chosen, parsed, rule, expect_spans("protect", protect), impl, rehearsed)
+        spans, roles = expect_protected("protect", protect, ROLES)
+        return cls(chosen, parsed, rule, spans, impl, rehearsed).protecting(roles, chat)
+
+    def protecting(self, roles: Sequence[str], chat: Chat | Sequence[Chat] | None) -> Self:
+        """Return these settings for prompts that are chats, of which the parts named by `roles` are always kept.
+
+        Raises:
+            TypeError, ValueError: roles without a chat, a chat without roles, or one in which a part cannot be found.
+        """
+        chats = protected_chats(roles, chat)
+        common = chats[0].spans if chats and not _differ(chats) else ()
+        return dataclasses.replace(self, protect=(*self.protect, *common), roles=tuple(roles), chats=chats)
+
+    @property
+    def protects_by_row(self) -> bool:
+        """Whether prompts of one batch may have different protected spans."""
+        return _differ(self.chats)
+
+    def for_chat(self, ids: Sequence[int]) -> Self:
+        """Return the settings for one prompt of these token ids, which must begin with one of `chats`.
+
+        Raises:
+            ValueError: the prompt is none of them.
+        """
+        return dataclasses.replace(self, protect=(*self.protect, *chat_of(ids, self.chats).spans))
 
     @property
     def sinks(self) -> int:
@@ -90,7 +120,7 @@ class Settings:
         return {
             "allocation": self.allocation.describe(),
             "sinks": self.sinks,
-            "protect": [list(span) for span in self.protect],
+            "protect": [*(list(span) for span in self.protect), *self.roles],
             "impl": self.impl,
             "rehearsal": None if self.rehearsal is None else str(self.rehearsal),
         }
@@ -122,13 +152,20 @@ class Settings:
         """Return how many tokens are kept whatever their score once the window has moved past all protected ones."""
         return self.fixed(sys.maxsize)
 
-    def prompt_budget(self, lengths: Sequence[int]) -> PromptBudget:
-        """Return what prompts of these lengths keep; errors are those of `n_keep`."""
-        n_keep, fixed = self.n_keep(lengths), [self.fixed(length) for length in lengths]
+    def prompt_budget(self, lengths: Sequence[int], ids: Sequence[Sequence[int]] | None = None) -> PromptBudget:
+        """Return what prompts of these lengths keep; errors are those of `n_keep` and `for_chat`.
+
+        Args:
+            ids: token ids of each prompt, which are needed where the settings have chats.
+        """
+        each = [self] * len(lengths) if ids is None else [self.for_chat(row) for row in ids]
+        n_keep = [own.n_keep([length])[0] for own, length in zip(each, lengths, strict=True)]
+        fixed = [own.fixed(length) for own, length in zip(each, lengths, strict=True)]
         rows = list(zip(lengths, fixed, n_keep, strict=True))
         raised = any(self.budget.raised(length, always) for length, always, _ in rows)
         unscored = any(kept == always < length for length, always, kept in rows)
-        return PromptBudget(tuple(lengths), tuple(fixed), tuple(n_keep), raised, unscored)
+        protect = tuple(own.protect for own in each)
+        return PromptBudget(tuple(lengths), protect, tuple(fixed), tuple(n_keep), raised, unscored)
 
     def score(self, win: AttentionWindow) -> Tensor:
         """Return [B, H, N] float32 scores, which `choose` pools."""
@@ -229,7 +266,7 @@ class Settings:
             "kernel_size": method.kernel_size,
             "pool_scope": method.pool_scope,
             "sinks": self.sinks,
-            "protect": self.protect,
+            "protect": self.protect if budget is None else budget.protect,
             "allocation": self.allocation,
             "lengths": lengths,
             "forced_tail": [method.tail(n, always) for n, always in zip(n_keep, fixed, strict=True)],
@@ -237,6 +274,10 @@ class Settings:
             "rank": rank if two_stages or forced is not None else None,
             "shared": shared or method.shared_by_heads,
         }
+
+
+def _differ(chats: Sequence[ProtectedChat]) -> bool:
+    return any(chat.spans != chats[0].spans for chat in chats)
 
 
 def _rehearsed(method: str | Method, rehearsal: Rehearsal, options: dict[str, Any]) -> Method:

@@ -15,8 +15,8 @@ PoolScope = Literal["all", "prefix"]
 Allocation = Literal["uniform", "shared", "ada", "ada-kvpress", "heads", "pyramid", "layer", "global"]
 Span = tuple[int, int]
 RUN_OPTIONS = (  # keyword arguments of `attach` and `EvictingCache`, whatever the method
-    "budget", "settings", "allocation", "sinks", "protect", "impl", "rehearsal", "prefill_chunk", "max_kv_tokens",
-    "every", "decode_budget", "protect_prompt", "decode", "store", "reuse_lse",
+    "budget", "settings", "allocation", "sinks", "protect", "chat", "impl", "rehearsal", "prefill_chunk",
+    "max_kv_tokens", "every", "decode_budget", "protect_prompt", "decode", "store", "reuse_lse",
 )  # fmt: skip
 
 
@@ -57,6 +57,16 @@ def expect_odd(argument: str, value: object) -> int:
     if size % 2 == 0:
         raise ValueError(f"{argument}: expected an odd number, so that pooling is centred on its key, got {size}")
     return size
+
+
+def expect_protected(argument: str, protected: object, roles: Collection[str]) -> tuple[tuple[Span, ...], list[str]]:
+    """Return the spans and the roles of a list of both; raise unless each entry is one of `roles` or a span."""
+    if isinstance(protected, str) or not isinstance(protected, Sequence):
+        raise TypeError(f"{argument}: expected a list of (start, stop) pairs, got {protected!r}")
+    named = [entry for entry in protected if isinstance(entry, str)]
+    for name in named:
+        expect_choice(argument, name, roles)
+    return expect_spans(argument, [entry for entry in protected if not isinstance(entry, str)]), named
 
 
 def expect_spans(argument: str, spans: object) -> tuple[Span, ...]:

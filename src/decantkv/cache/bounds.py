@@ -77,6 +77,11 @@ class Bounds:
                 f"{beside[0]}: expected none beside rehearsal, which needs the whole prompt and scores by tokens that "
                 f"come after it, got {taken[beside[0]]!r}"
             )
+        if settings.protects_by_row and (self.max_kv_tokens or self.every):
+            raise ValueError(
+                f"{'max_kv_tokens' if self.max_kv_tokens else 'every'}: expected none beside chats that protect "
+                "different places, got both; attach for one chat after the other"
+            )
         if self.max_kv_tokens is not None:
             if self.prefill_chunk is None:
                 raise ValueError("prefill_chunk: expected the length of a chunk beside max_kv_tokens, got None")

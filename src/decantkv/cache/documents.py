@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from decantkv.base.chat import chat_frame
 from decantkv.cache import files
 from decantkv.cache.chunked_reading import deferred
 from decantkv.cache.evicting_cache import EvictingCache
 from decantkv.hf.context import check_context
-from decantkv.hf.loading import chat_frame
 from decantkv.hf.model_parts import cache_argument, decoder_of
 from decantkv.methods import Method
 from decantkv.scoring.rehearsal import Rehearsal

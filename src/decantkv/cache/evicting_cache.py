@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from decantkv.base.chat import Chat
 from decantkv.base.options import Allocation, Impl, Span
 from decantkv.cache import files, identity
 from decantkv.cache.bounds import UNBOUNDED, Bounds, Decode
@@ -89,7 +90,8 @@ class EvictingCache(DynamicCache):
         budget: float | int | str | Budget,
         allocation: Allocation | AllocationRule | None = None,
         sinks: int | None = None,
-        protect: Sequence[Span] = (),
+        protect: Sequence[Span | str] = (),
+        chat: Chat | Sequence[Chat] | None = None,
         impl: Impl = "auto",
         rehearsal: str | Rehearsal | None = None,
         prefill_chunk: int | None = None,
@@ -111,7 +113,8 @@ class EvictingCache(DynamicCache):
             allocation: how the budget is spread: "uniform", "shared" (one set for all heads of a layer), "ada",
                 "ada-kvpress", "heads", "pyramid", "layer", "global", or a rule; None takes the method's own.
             sinks: first tokens always kept; None takes the method's own.
-            protect: spans (start, stop) of prompt positions always kept.
+            protect: spans (start, stop) of prompt positions always kept, "system" or "tools"; see `attach`.
+            chat: the prompt as a `Chat`, where `protect` names parts of a chat.
             impl: "auto", "reference", "torch" or "triton".
             rehearsal: see `attach`.
             prefill_chunk: for `attach` only; a loop of your own feeds its chunks under `deferred`.
@@ -133,6 +136,7 @@ class EvictingCache(DynamicCache):
             allocation=allocation,
             sinks=sinks,
             protect=protect,
+            chat=chat,
             impl=impl,
             rehearsal=rehearsal,
             **options,

@@ -73,6 +73,11 @@ class Eviction(Policy):
         return self.settings.rows
 
     @functools.cached_property
+    def reads_ids(self) -> bool:  # type: ignore[override]
+        """As `Policy.reads_ids`."""
+        return bool(self.settings.chats)
+
+    @functools.cached_property
     def every_query(self) -> bool:  # type: ignore[override]
         """As `Policy.every_query`."""
         return "queries" in self.settings.method.needs

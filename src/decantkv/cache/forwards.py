@@ -132,6 +132,8 @@ def _begin_prompt(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
             layer.expect_last()
     if layers[0].chunks != "none" and (begins or waits):
         note_read(cache, kwargs, begins=begins, checked=rehearsed)
+    if layers[0].policy.reads_ids and (begins or waits):
+        layers[0].cache.note_ids(kwargs.get("input_ids"), begins=begins)
     if rehearsed and any(layer.chunks == "last" for layer in layers):
         _open.prompt = weakref.ref(cache)
 

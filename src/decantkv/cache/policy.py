@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 
 from decantkv.cache.bounds import UNBOUNDED, Bounds
@@ -27,6 +28,7 @@ class Policy:
     Attributes:
         rows: how many of the last queries a decision looks at.
         bounds: on what is stored at once.
+        reads_ids: a decision looks at the prompt's token ids.
         every_query: a decision looks at all of the prompt's queries.
         listens: `attended` wants every attention call, also when no slot is hidden.
         uneven: layers of one cache may store different numbers of tokens.
@@ -36,6 +38,7 @@ class Policy:
 
     rows: int = 1
     bounds: Bounds = UNBOUNDED
+    reads_ids: bool = False
     every_query: bool = False
     listens: bool = False
     uneven: bool = False
@@ -82,9 +85,25 @@ class CacheState:
         self.expected = 0
         self.adapters: Adapters = ()
         self._budget: PromptBudget | None = None
+        self._ids: tuple[Tensor | None, ...] = ()
+
+    def note_ids(self, ids: Tensor | None, *, begins: bool) -> None:
+        """Remember the token ids [B, n] of a prompt's forward, or of a chunk's; None: it was given embeddings."""
+        self._ids, self._budget = (ids,) if begins else (*self._ids, ids), None
 
     def prompt_budget(self, settings: Settings, lengths: Sequence[int]) -> PromptBudget:
-        """Return what prompts of these lengths keep, made by the first layer that asks."""
+        """Return what prompts of these lengths keep, made by the first layer that asks.
+
+        Raises:
+            ValueError: as `Settings.prompt_budget`, or the settings have chats and the prompt came as embeddings.
+        """
         if self._budget is None or self._budget.lengths != tuple(lengths):
-            self._budget = settings.prompt_budget(lengths)
+            rows = None
+            if settings.chats:
+                came = [ids for ids in self._ids if ids is not None]
+                if not came or len(came) < len(self._ids):
+                    raise ValueError("chat: expected a prompt that comes as input_ids, got embeddings")
+                whole, self._ids = torch.cat(came, 1).tolist(), ()
+                rows = [row[len(row) - length :] for row, length in zip(whole, lengths, strict=True)]
+            self._budget = settings.prompt_budget(lengths, rows)
         return self._budget

@@ -433,7 +433,7 @@ def _worth_saying(settings: dict[str, Any]) -> list[str]:
     said = []
     for name, value in settings.items():
         if name == "protect":
-            value = " ".join(f"{start}:{stop}" for start, stop in value)
+            value = " ".join(part if isinstance(part, str) else f"{part[0]}:{part[1]}" for part in value)
         if name == "sinks" or value in (None, False, "", "auto", "plain"):  # the method says its sinks
             continue
         said.append(name if value is True else f"{name} {value}")

@@ -15,6 +15,7 @@ import typer
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
+from decantkv.base.chat import ROLES, Chat
 from decantkv.base.options import Allocation
 from decantkv.base.terminal import write
 from decantkv.cli.console import Console
@@ -38,7 +39,11 @@ def generate(
         ),
     ] = None,
     sinks: Annotated[int | None, typer.Option(help="First tokens always kept; default: the method's own.")] = None,
-    protect: Annotated[list[str] | None, typer.Option(help="A span always kept, START:STOP; repeatable.")] = None,
+    protect: Annotated[
+        list[str] | None, typer.Option(help="What is always kept: START:STOP in tokens, system or tools; repeatable.")
+    ] = None,
+    system: Annotated[str, typer.Option(help="Text of a system message in front of the prompt.")] = "",
+    tools: Annotated[Path | None, typer.Option(help="A JSON list of tools for the chat template.")] = None,
     option: Annotated[list[str] | None, typer.Option(help="A method's own option, NAME=VALUE; repeatable.")] = None,
     prefill_chunk: Annotated[
         int | None, typer.Option(help="Read the prompt this many tokens at a time; the same tokens are kept.")
@@ -65,7 +70,11 @@ def generate(
     text = read_prompt(prompt_file, question)
     if save is not None and not save.parent.is_dir():
         raise ValueError(f"save: expected a file in an existing folder, got {save}")
-    spans = [parse_span(span) for span in protect or ()]
+    roles = [name for name in protect or () if name in ROLES]
+    spans = [parse_span(span) for span in protect or () if span not in ROLES]
+    parts = Parts(system, read_tools(tools), tuple(roles))
+    if raw and (parts.system or parts.tools or parts.roles):
+        raise ValueError("raw: expected a prompt in the chat template beside system, tools or their protection")
     options = dict(parse_option(pair) for pair in option or ())
     settings = Settings.parse(
         method,
@@ -78,7 +87,8 @@ def generate(
     )
     bounds = {"prefill_chunk": prefill_chunk, "max_kv_tokens": max_kv_tokens, "every": every}
     check_bounds(settings, bounds)
-    loaded = read(model, text, settings, max_new_tokens=max_new_tokens, raw=raw, beyond=beyond_context)
+    loaded, settings = read(model, text, settings, parts, max_new_tokens=max_new_tokens, raw=raw, beyond=beyond_context)
+    check_bounds(settings, bounds)
     stream = not as_json and sys.stdout.isatty()
     answer = run(loaded, settings, bounds, max_new_tokens=max_new_tokens, stream=stream, save=save)
     full = run(loaded, None, {}, max_new_tokens=max_new_tokens, stream=False) if compare else None
@@ -106,6 +116,20 @@ class Loaded:
 
 
 @dataclass(frozen=True)
+class Parts:
+    """What a chat has beside the user's message, and which of it is always kept."""
+
+    system: str = ""
+    tools: tuple[Any, ...] = ()
+    roles: tuple[str, ...] = ()
+
+    def chat(self, tokenizer: Any, text: str) -> Chat:
+        """Return the chat with the user's text."""
+        first = [{"role": "system", "content": self.system}] if self.system else []
+        return Chat(tokenizer, [*first, {"role": "user", "content": text}], self.tools or None)
+
+
+@dataclass(frozen=True)
 class Answer:
     """A generated answer, its times, and its report; the report is None for a full cache."""
 
@@ -121,19 +145,28 @@ def check_bounds(settings: Any, bounds: dict[str, int | None]) -> None:
     Bounds(**bounds).check(settings)  # type: ignore[arg-type]  # checked by it
 
 
-def read(model_name: str, text: str, settings: Any, *, max_new_tokens: int, raw: bool, beyond: bool = False) -> Loaded:
-    """Load a model and encode its prompt; the prompt is checked before the weights are read.
+def read(
+    model_name: str, text: str, settings: Any, parts: Parts, *, max_new_tokens: int, raw: bool, beyond: bool = False
+) -> tuple[Loaded, Any]:
+    """Load a model, encode its prompt, and return both and the settings for it.
+
+    The prompt is checked before the weights are read.
 
     Raises:
-        ValueError: no model, no tokens, a span outside the prompt, or a prompt beyond the model's context.
+        ValueError: no model, no tokens, a span outside the prompt, a part of the chat that the template does not tell
+            apart, or a prompt beyond the model's context.
     """
-    from decantkv.hf.loading import chat_prompt, load
+    from decantkv.hf.loading import load
 
     encoded: Any = None
 
     def check(config: Any, tokenizer: Any) -> None:
-        nonlocal encoded
-        prompt, templated = (text, False) if raw else chat_prompt(tokenizer, text)
+        nonlocal encoded, settings
+        chat = parts.chat(tokenizer, text)
+        if parts.roles:
+            settings = settings.protecting(parts.roles, chat)
+        templated = not raw and (parts != Parts() or bool(getattr(tokenizer, "chat_template", None)))
+        prompt = chat.text if templated else text
         encoded = tokenizer(prompt, return_tensors="pt", add_special_tokens=not templated)
         length = encoded["input_ids"].shape[1]
         if length == 0:
@@ -143,7 +176,7 @@ def read(model_name: str, text: str, settings: Any, *, max_new_tokens: int, raw:
 
     with Console(stderr=True).status(f"loading {escape(model_name)}"):
         model, tokenizer = load(model_name, check=check)
-    return Loaded(model, tokenizer, encoded.to(model.device))
+    return Loaded(model, tokenizer, encoded.to(model.device)), settings
 
 
 def run(
@@ -162,16 +195,7 @@ def run(
 
     start = time.perf_counter()
     what = "full cache: reading" if settings is None else "reading"
-    attached = settings and attach(
-        loaded.model,
-        settings.method,
-        budget=settings.budget,
-        allocation=settings.allocation,
-        sinks=settings.sinks,
-        protect=settings.protect,
-        impl=settings.impl,
-        **bounds,  # type: ignore[arg-type]  # whole numbers, checked by it
-    )
+    attached = settings and attach(loaded.model, settings=settings, **bounds)  # type: ignore[arg-type]  # whole numbers
     with torch.no_grad(), attached or nullcontext(), reading(loaded, what):
         output = loaded.model.generate(
             **loaded.inputs,
@@ -276,6 +300,23 @@ def parse_budget(text: str) -> Budget:
     from decantkv.selection.budget import Budget
 
     return Budget.parse(text)
+
+
+def read_tools(path: Path | None) -> tuple[Any, ...]:
+    """Return the tools of a JSON file; none without a file.
+
+    Raises:
+        ValueError: no such file, or no JSON list in it.
+    """
+    if path is None:
+        return ()
+    try:
+        tools = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"tools: expected a file with a JSON list, got {path}: {error}") from error
+    if not isinstance(tools, list):
+        raise ValueError(f"tools: expected a JSON list of tools, got a {type(tools).__name__} in {path}")
+    return tuple(tools)
 
 
 def parse_span(text: str) -> tuple[int, int]:

@@ -15,11 +15,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
+from decantkv.base.chat import chat_prompt as chat_prompt  # what documents import from here
 from decantkv.base.options import reason_of
 from decantkv.base.terminal import note
 
 GGUF_MAGIC = b"GGUF"
-USER_TEXT = "\u241e\u241fthe user's text\u241f\u241e"  # stands for it while a chat template is taken apart
 CONVERSION = 2  # of converted folders: the first one's may hold weights drawn at random
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -206,33 +206,3 @@ def cache_folder() -> Path:
 def name_of(source: str) -> str:
     """Return a model's name for a reader: its id, or the last part of its path."""
     return Path(source).name if Path(source).exists() else source
-
-
-def chat_prompt(tokenizer: Any, text: str, *, system: str | None = None) -> tuple[str, bool]:
-    """Return the text as one user message in the model's chat template, and whether there is a template.
-
-    The template writes special tokens itself: tokenize with `add_special_tokens=False` if there is one.
-
-    Args:
-        system: text of a system message in front; None for what the template itself adds.
-    """
-    if not getattr(tokenizer, "chat_template", None):
-        return text, False
-    messages = [] if system is None else [{"role": "system", "content": system}]
-    messages.append({"role": "user", "content": text})
-    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True), True
-
-
-def chat_frame(tokenizer: Any, *, system: str | None = None) -> tuple[str, str] | None:
-    """Return what the chat template puts before and after a user's text, or None without a template.
-
-    Raises:
-        ValueError: the template does not repeat the user's text once.
-    """
-    rendered, templated = chat_prompt(tokenizer, USER_TEXT, system=system)
-    if not templated:
-        return None
-    before, mark, after = rendered.partition(USER_TEXT)
-    if not mark or USER_TEXT in after:
-        raise ValueError("tokenizer: expected a chat template that repeats the user's text once")
-    return before, after

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from decantkv.base.options import Span
+
 
 @dataclass(frozen=True)
 class PromptBudget:
@@ -11,6 +13,7 @@ class PromptBudget:
 
     Attributes:
         lengths: real tokens of each batch row.
+        protect: spans of positions of each row that are always kept, counted from its first real token.
         fixed: how many of them are kept whatever their score.
         n_keep: how many are kept in all.
         raised: protection kept more than the budget's share in some row.
@@ -18,6 +21,7 @@ class PromptBudget:
     """
 
     lengths: tuple[int, ...]
+    protect: tuple[tuple[Span, ...], ...]
     fixed: tuple[int, ...]
     n_keep: tuple[int, ...]
     raised: bool

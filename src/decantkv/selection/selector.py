@@ -106,7 +106,7 @@ def select(
     kernel_size: int = 1,
     pool_scope: PoolScope = "all",
     sinks: int = 0,
-    protect: Sequence[Span] = (),
+    protect: Sequence[Span] | Sequence[Sequence[Span]] = (),
     allocation: Allocation | AllocationRule = "uniform",
     lengths: Sequence[int] | Tensor | None = None,
     forced_tail: int | Sequence[int] = 0,
@@ -131,7 +131,7 @@ def select(
         kernel_size: odd length of the pooling kernel, stride 1.
         pool_scope: "all" pools over every key, the window's included; "prefix" over the keys before the window.
         sinks: the first real tokens, always kept.
-        protect: spans (start, stop) of real-token positions, always kept.
+        protect: spans (start, stop) of real-token positions, always kept; or a list of spans for each batch row.
         allocation: how the layer's budget is spread over its heads: "uniform"; "shared": one set for all, by their
             mean score; "ada", "ada-kvpress", "heads": heads compete; "pyramid": lower layers keep more; or a rule.
             "layer" and "global" need every layer's scores: `order` and `select_layers`, or `allocation.Contest`.
@@ -211,7 +211,7 @@ def order(
     kernel_size: int = 1,
     pool_scope: PoolScope = "all",
     sinks: int = 0,
-    protect: Sequence[Span] = (),
+    protect: Sequence[Span] | Sequence[Sequence[Span]] = (),
     allocation: Allocation | AllocationRule = "uniform",
     lengths: Sequence[int] | Tensor | None = None,
     forced_tail: int | Sequence[int] = 0,
@@ -271,7 +271,7 @@ class _Task(NamedTuple):
     n_keep: list[int]
     tails: list[int]  # last keys always kept, of each row
     sinks: int
-    protect: tuple[Span, ...]
+    scattered: bool  # spans are protected beside window and sinks
 
     @classmethod
     def check(
@@ -284,7 +284,7 @@ class _Task(NamedTuple):
         kernel_size: int,
         pool_scope: PoolScope,
         sinks: int,
-        protect: Sequence[Span],
+        protect: Sequence[Span] | Sequence[Sequence[Span]],
         allocation: Allocation | AllocationRule,
         lengths: Sequence[int] | Tensor | None,
         forced_tail: int | Sequence[int],
@@ -301,12 +301,15 @@ class _Task(NamedTuple):
         expect_choice("pool_scope", pool_scope, get_args(PoolScope))
         expect_odd("kernel_size", kernel_size)
         rule = resolve_allocation(allocation)
-        wanted = expect_spans("protect", protect)
         batch, _, kv_len = scores.shape
         rows = _row_lengths(lengths, batch, kv_len)
         forced = _per_row("forced_tail", forced_tail, batch)
         tails = [max(window, expect_int("forced_tail", n, at_least=0)) for n in forced]
-        spans = [fixed_spans(n, window=tail, sinks=sinks, protect=wanted) for n, tail in zip(rows, tails, strict=True)]
+        wanted = _row_spans(protect, batch)
+        spans = [
+            fixed_spans(n, window=tail, sinks=sinks, protect=own)
+            for n, tail, own in zip(rows, tails, wanted, strict=True)
+        ]
         fixed = [count(s) for s in spans]
         counts = [
             rule.layer_budget(number, always, length, *layer)
@@ -325,7 +328,7 @@ class _Task(NamedTuple):
             n_keep=counts,
             tails=tails,
             sinks=sinks,
-            protect=wanted,
+            scattered=any(wanted),
         )
 
 
@@ -373,7 +376,7 @@ def _select_fused(scores: Tensor, task: _Task, peers: Peers | None) -> Kept:
     if task.padded is not None:
         start = to_device([kv_len - n for n in task.padded], device)
     forced = None
-    if task.protect or max(task.tails) > tail:  # sinks and the common tail are numbers to the kernel
+    if task.scattered or max(task.tails) > tail:  # sinks and the common tail are numbers to the kernel
         forced = _protected(task.spans, task.rows, scores)[:, 0]
     indices = kernels.select_topk(
         scores.contiguous(),
@@ -407,6 +410,20 @@ def _per_row(argument: str, value: int | Sequence[int], batch: int) -> list[int]
     if len(wanted) != batch:
         raise ValueError(f"{argument}: expected one number or {batch}, one per batch row, got {len(wanted)}")
     return wanted
+
+
+def _row_spans(protect: object, batch: int) -> list[tuple[Span, ...]]:
+    """Return the protected spans of each row, given for all rows or row by row."""
+    by_row = isinstance(protect, Sequence) and any(
+        isinstance(entry, Sequence)
+        and (not entry or (isinstance(entry[0], Sequence) and not isinstance(entry[0], str)))
+        for entry in protect
+    )
+    if not by_row or not isinstance(protect, Sequence):
+        return [expect_spans("protect", protect)] * batch
+    if len(protect) != batch:
+        raise ValueError(f"protect: expected a list of spans for each of {batch} batch rows, got {len(protect)}")
+    return [expect_spans("protect", spans) for spans in protect]
 
 
 def _row_lengths(lengths: Sequence[int] | Tensor | None, batch: int, kv_len: int) -> list[int]:

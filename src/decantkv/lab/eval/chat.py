@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from decantkv.hf.loading import USER_TEXT, chat_frame, chat_prompt
+from decantkv.base.chat import USER_TEXT, chat_frame, chat_prompt
 from decantkv.lab.eval.sample import Measure, Sample
 
 Regime = Literal["aware", "aware-question", "agnostic"]
