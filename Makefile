@@ -7,7 +7,7 @@ VLLM := .venvs/vllm
 CACHE := .cache
 MODEL := $(CACHE)/SmolLM2-135M-Instruct.Q4_1.gguf
 OLDER := 4.56.2 5.2.0 5.12.1 5.17.0
-MATRIX_TESTS := tests/test_attach.py tests/test_backends.py tests/test_bounded.py tests/test_cache.py \
+MATRIX_TESTS := tests/test_attach.py tests/test_backends.py tests/test_bounded.py tests/test_cache.py tests/test_chat.py \
   tests/test_door.py tests/test_families.py tests/test_forwards.py tests/test_fused.py tests/test_generation.py \
   tests/test_identity.py tests/test_imports.py tests/test_parallel.py tests/test_ragged_layers.py tests/test_reading.py \
   tests/test_served.py tests/test_wrapped.py tests/methods/test_models.py
