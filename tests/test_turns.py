@@ -115,18 +115,21 @@ def test_crop_takes_back_a_padded_turn_and_nothing_else(way):
 
 
 @pytest.mark.parametrize("decode", ["own", "model"])
-@pytest.mark.parametrize("prompts", [PROMPTS, [PROMPTS[0], tiny.prompt(25, seed=2)]])
-def test_a_cache_that_holds_everything_is_cropped_like_transformers_own(decode, prompts):
-    model = tiny.llama()
-    for number in (3, 7, 41, 44):
+@pytest.mark.parametrize("turns", [TURNS, []])
+@pytest.mark.parametrize("prompts", [PROMPTS, [PROMPTS[0], tiny.prompt(25, seed=2)], PROMPTS[:1]])
+def test_a_cache_that_holds_everything_is_cropped_like_transformers_own(decode, turns, prompts):
+    model, batch = tiny.llama(), len(prompts)
+    length = 44 if turns else 40
+    for number in (3, 7, length - 3, length):
         ours = Chat(model, decantkv.EvictingCache(model, budget=1.0, decode=decode))
         theirs = Chat(model, DynamicCache(config=model.config))
         for chat in (ours, theirs):
             chat.say(prompts)
-            chat.say(TURNS)
+            if turns:
+                chat.say(turns[:batch])
             chat.crop(number)
-        assert ours.cache.get_seq_length() == theirs.cache.get_seq_length() == 44 - number
-        again = step(2, 5) if number < 44 else prompts
+        assert ours.cache.get_seq_length() == theirs.cache.get_seq_length() == length - number
+        again = step(batch, 5) if number < length else prompts
         torch.testing.assert_close(ours.say(again), theirs.say(again), rtol=0, atol=2e-6)
 
 

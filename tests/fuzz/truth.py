@@ -183,7 +183,8 @@ class Reader:
             self._check_prompt(truth, [i for i, _ in layers])
             for place, (i, _) in enumerate(layers):
                 truth.prompt_kept[i], truth.renewed[i] = truth.kept[i].clone(), truth.length
-                truth.most[i] = self._most(self._held(truth, i).amax(1), (place, len(layers)))
+                if self.bounds.every is not None:
+                    truth.most[i] = self._most(self._held(truth, i).amax(1), (place, len(layers)))
         for i in changed:
             truth.renewed[i] = truth.length
         self._check_rounds(truth, [i for i, _ in layers])

@@ -98,7 +98,7 @@ class RaggedStore:
         keys, values = store.keys.contiguous(), store.values.contiguous()
         batch, heads, stored = keys.shape[:3]
         flat_keys, flat_values = keys.view(-1, keys.shape[3]), values.view(-1, values.shape[3])
-        lens = store.held().sum(-1).expand(-1, heads).flatten()
+        lens = store.held().expand(-1, heads, -1).sum(-1).flatten()
         if store.valid is None or store.valid.shape[2] <= store.settled:  # filler is on the left
             starts = torch.arange(1, batch * heads + 1, device=keys.device) * stored - lens
         else:  # pads of later turns lie between tokens
