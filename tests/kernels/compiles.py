@@ -138,10 +138,11 @@ def kernels(name, rows, g, dim, dtype, pads, page):
     cut = attend_blocks(rows, dim, dim, itemsize, device, bf16=bf16)
     options = {"warps": cut.warps, "stages": cut.stages}
     of_a = {**shared, "BM": cut.rows, "BN": cut.keys}
+    attending = {**of_a, "ROWS_FIRST": cut.rows_first}
     for values in (True, False):
         yield (
             "attend" if values else "attend, no values",
-            partial(compiled, attend.attend_kernel, target, dtype, {**of_a, "VALUES": values}, **options),
+            partial(compiled, attend.attend_kernel, target, dtype, {**attending, "VALUES": values}, **options),
         )
     pulling = {**of_a, "RW": padded_dim(dim), "POOL": score.MAX_POOL, "KERNEL": 7, "FIRST": 4}
     yield "pull", partial(compiled, pull.pull_kernel, target, dtype, pulling, **options)
@@ -160,7 +161,7 @@ def kernels(name, rows, g, dim, dtype, pads, page):
         constants = {
             **shared, "BM": cut.rows, "BN": cut.keys, "RW": 0 if task.kind == score.MASS else padded_dim(dim),
             "QUANTITY": task.kind, "MAX": task.reduce == "max", "POOL": task.pool, "KERNEL": task.kernel_size,
-            "ONE_PASS": one_pass, "A_PARTS": 1 if one_pass or dtype == "fp32" else 2,
+            "ONE_PASS": one_pass, "A_PARTS": 1 if one_pass or dtype == "fp32" else 2, "APART": cut.apart,
         }  # fmt: skip
         if what != "output":
             constants |= {"p_norm": None, "p_unit": None}

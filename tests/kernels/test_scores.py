@@ -16,7 +16,10 @@ pytestmark = [
 ]
 
 
-def run(win, quantity="perturbation", reduce="sum", *, keys=64, per_split=128, weigh="value", **options):
+def run(
+    win, quantity="perturbation", reduce="sum", *, keys=64, per_split=128, weigh="value", rows=None, rows_first=False,
+    apart=False, **options,
+):  # fmt: skip
     """The kernels on small blocks, over memory that was NaN before."""
     from decantkv.kernels.blocks import Blocks, padded_rows, row_tile
     from decantkv.kernels.launch import launch_scores
@@ -24,7 +27,8 @@ def run(win, quantity="perturbation", reduce="sum", *, keys=64, per_split=128, w
 
     device = device_of(win.k.device)
     tile = row_tile(win.k.shape[3], win.v.shape[3], win.k.element_size(), device)
-    block = Blocks(min(tile, padded_rows(win.group_size * win.window, tile)), keys, 4, 1)
+    rows = rows or min(tile, padded_rows(win.group_size * win.window, tile))
+    block = Blocks(rows, keys, 4, 1, rows_first=rows_first, apart=apart)
     plan = Plan(block, block, per_split, -(-win.kv_len // per_split))
     start = None if win.lengths is None else win.kv_len - win.lengths
     with poisoned():
@@ -97,13 +101,41 @@ def test_other_quantities(quantity, reduce, hints):
     assert_contract(run(win, quantity, reduce), win, quantity, reduce)
 
 
+FORMS = [
+    {"rows": 64, "rows_first": True}, {"rows": 64, "apart": True}, {"rows": 128, "rows_first": True, "apart": True},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"g": 5, "w": 26, "sink": 9},
+        {"g": 3, "w": 9, "sink": 14, "N": 60},
+        {"g": 2, "w": 65, "B": 2, "N": 120, "sink": 8, "lengths": torch.tensor([120, 31])},
+    ],
+    ids=lambda s: f"w={s['w']}",
+)
+def test_forms_for_many_rows(form, dtype, shape):
+    win = window(3, **{"H": 1, "N": 140, "D": 16, "dtype": dtype, **shape})
+    assert_contract(run(win, keys=32, per_split=64, **form), win)
+
+
+def test_forms_of_other_quantities():
+    win = window(3, H=2, g=5, w=26, N=140, D=16, sink=9)
+    for quantity, reduce in (("perturbation", "max"), ("attention_mass", "sum"), ("alignment", "max")):
+        assert_contract(run(win, quantity, reduce, **FORMS[2]), win, quantity, reduce)
+
+
 def test_attention_mass_of_many_rows():
     win = window(8, g=3, w=30, N=100, D=16)
     assert_contract(run(win, "attention_mass"), win, "attention_mass")
 
 
+@pytest.mark.parametrize("rows_first", [False, True], ids=["keys first", "rows first"])
 @pytest.mark.parametrize("sink", [0, 6])
-def test_dominant_keys_change_along_the_way(sink):
+def test_dominant_keys_change_along_the_way(sink, rows_first):
     """Keys of rising weight: each displaces the last as the row's dominant key, across tiles and splits."""
     win = window(11, N=290, D=32, sink=sink)
     k = win.k.clone()
@@ -112,7 +144,7 @@ def test_dominant_keys_change_along_the_way(sink):
     for step, n in enumerate((3, 40, 70, 71, 140, 200, 280)):
         k[:, :, n] = ((8 + 12 * step) * u).to(k.dtype)
     win = dataclasses.replace(win, k=k)
-    assert_contract(run(win, keys=32, per_split=96), win)
+    assert_contract(run(win, keys=32, per_split=96, rows_first=rows_first), win)
 
 
 def test_a_value_equal_to_the_average_costs_nothing_much():

@@ -16,13 +16,32 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from decantkv.kernels.primitives import dot, finite, key_offset, keys_of, page_of, to_logits2, weighted_sum
+from decantkv.kernels.primitives import (
+    finite,
+    key_offset,
+    keys_of,
+    page_of,
+    per_dim,
+    per_row,
+    products,
+    to_logits2,
+    weighted_sum,
+)
 
 _NO_INDEX = tl.constexpr(2147483647)
 # A key below this share of what its row has seen stays in the sums: with 16-bit weights a 1−p of 0.1 keeps its digits,
 # and a lower bar would set ordinary keys apart in most first tiles.
 _DOMINANT = tl.constexpr(0.9)
 _HEADROOM = tl.constexpr(100.0)  # a weight stays below 2^100 of the reference, far from overflow
+
+
+@triton.jit
+def row_sums(weight, e):
+    """Return Σ over keys [BM] of weights [BW, BM], one per row or per element, and [BN, BM]."""
+    if weight.shape[0] == e.shape[0]:
+        return tl.sum(weight + e, 0)
+    else:
+        return tl.sum(weight, 0) + tl.sum(e, 0)
 
 
 @triton.jit
@@ -34,9 +53,14 @@ def attend_split(
     H, G: tl.constexpr, W: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     ROWS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
     PADDED: tl.constexpr, CAPPED: tl.constexpr, VALUES: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
-    PAGE: tl.constexpr,
+    PAGE: tl.constexpr, ROWS_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """One split of keys for BM rows: the softmax state of all keys but the dominant one, which is named beside it."""
+    """One split of keys for BM rows: the softmax state of all keys but the dominant one, which is named beside it.
+
+    With ROWS_FIRST the rows are the dots' rows: weights stay in registers between both dots, and sums over keys are
+    nearly free, so that `weight` holds one number per row instead of one per element.
+    """
+    BW: tl.constexpr = 1 if ROWS_FIRST else BN
     i_b = (i_bh // H).to(tl.int64)
     i_h = i_bh % H
     r = i_tile * BM + tl.arange(0, BM)
@@ -67,8 +91,8 @@ def attend_split(
     bar = tl.full([BM], float("-inf"), tl.float32)  # log2 of the running total when last looked at
     s_top = tl.full([BM], float("-inf"), tl.float32)
     top = tl.full([BM], -1, tl.int32)
-    weight = tl.zeros([BN, BM], tl.float32)
-    acc = tl.zeros([BDV, BM], tl.float32)
+    weight = tl.zeros([BW, BM], tl.float32)
+    acc = tl.zeros([BM, BDV] if ROWS_FIRST else [BDV, BM], tl.float32)
     for t in range(0, tl.cdiv(tl.maximum(hi - lo, 0), BN)):
         n0 = lo + t * BN
         n = n0 + j
@@ -84,13 +108,13 @@ def attend_split(
         b_k = tl.load(p_kn, mask=m_n[:, None] & (d < D)[None, :], other=0.0)
         if VALUES:
             b_v = tl.load(p_vn, mask=m_n[:, None] & (dv < DV)[None, :], other=0.0)
-        s = to_logits2(dot(b_k, tl.trans(b_q), PRECISION), scale, cap2, CAPPED)  # [BN, BM]
+        s = to_logits2(products(b_k, b_q, ROWS_FIRST, PRECISION), scale, cap2, CAPPED)  # [BN, BM]
         s = tl.where(m_n[:, None] & (n[:, None] <= last_seen[None, :]), s, float("-inf"))
         if tl.max(tl.max((s > bar[None, :]).to(tl.int32), 1), 0) > 0:
             s_max = tl.max(s, 0)
             m_new = tl.maximum(m, s_max)
             ref = finite(m_new)
-            total = tl.sum(weight * tl.exp2(m - ref)[None, :] + tl.exp2(s - ref[None, :]), 0) + tl.exp2(s_top - ref)
+            total = row_sums(weight * tl.exp2(m - ref)[None, :], tl.exp2(s - ref[None, :])) + tl.exp2(s_top - ref)
             if VALUES:
                 dominant = (s_max > s_top) & (tl.exp2(s_max - ref) > _DOMINANT * total)
                 if tl.max(dominant.to(tl.int32), 0) > 0:
@@ -103,29 +127,36 @@ def attend_split(
                     e_back = tl.exp2(s_back - ref)
                     i_back = tl.where(back, top, 0)
                     p_back = p_v + key_offset(i_back, page_of(i_back, back, p_table, PAGE), svb, svn, PAGE)
-                    b_back = tl.load(p_back[None, :] + dv[:, None], mask=back[None, :] & (dv < DV)[:, None], other=0.0)
+                    m_back = per_row(back, ROWS_FIRST) & per_dim(dv < DV, ROWS_FIRST)
+                    b_back = tl.load(per_row(p_back, ROWS_FIRST) + per_dim(dv, ROWS_FIRST), mask=m_back, other=0.0)
                     decay = tl.exp2(m - ref)
-                    acc = acc * decay[None, :] + e_back[None, :] * b_back.to(tl.float32)
-                    weight = weight * decay[None, :] + tl.where(j == 0, 1.0, 0.0)[:, None] * e_back[None, :]
+                    if ROWS_FIRST:  # a dot as well: in any other layout the values would make every dot of the loop wait
+                        here = tl.arange(0, BM)
+                        e_diagonal = tl.where(here[:, None] == here[None, :], e_back[None, :], 0.0)
+                        acc = weighted_sum(acc * decay[:, None], b_back, e_diagonal, ROWS_FIRST, PARTS, PRECISION)
+                    else:
+                        acc = acc * decay[None, :] + e_back[None, :] * b_back.to(tl.float32)
+                    once = tl.where(tl.arange(0, BW) == 0, 1.0, 0.0)[:, None]
+                    weight = weight * decay[None, :] + once * e_back[None, :]
                     m = m_new
                     s_top = tl.where(dominant, s_max, s_top)
                     top = tl.where(dominant, found, top)
-                    total = tl.sum(weight + tl.exp2(s - ref[None, :]), 0) + tl.exp2(s_top - ref)
+                    total = row_sums(weight, tl.exp2(s - ref[None, :])) + tl.exp2(s_top - ref)
             decay = tl.exp2(m - ref)
             if VALUES:
-                acc = acc * decay[None, :]
+                acc = acc * per_row(decay, ROWS_FIRST)
             weight = weight * decay[None, :]
             m = m_new
             known = (m > float("-inf")) & (total > 0)
             bar = tl.where(known, m + tl.minimum(tl.log2(tl.where(known, total, 1.0)), _HEADROOM), float("-inf"))
         e = tl.exp2(s - finite(m)[None, :])
-        weight += e
+        weight += tl.sum(e, 0)[None, :] if ROWS_FIRST else e
         if VALUES:
-            acc = weighted_sum(acc, b_v, e, PARTS, PRECISION)
+            acc = weighted_sum(acc, b_v, e, ROWS_FIRST, PARTS, PRECISION)
 
     p_part += (i_bh * n_splits + i_split).to(tl.int64) * (ROWS * ((BDV if VALUES else 0) + 4))
     if VALUES:
-        tl.store(p_part + r[None, :] * BDV + dv[:, None], acc)
+        tl.store(p_part + per_row(r, ROWS_FIRST) * BDV + per_dim(dv, ROWS_FIRST), acc)
         p_part += ROWS * BDV
     tl.store(p_part + r, m)
     tl.store(p_part + ROWS + r, tl.sum(weight, 0))
@@ -141,7 +172,7 @@ def attend_kernel(
     H, G: tl.constexpr, W: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     ROWS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
     PADDED: tl.constexpr, CAPPED: tl.constexpr, VALUES: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
-    PAGE: tl.constexpr,
+    PAGE: tl.constexpr, ROWS_FIRST: tl.constexpr,
 ):  # fmt: skip
     """Grid (splits · row tiles, B·H); the row tiles of a split are neighbours, so that L2 serves all but one."""
     i = tl.program_id(0)
@@ -150,7 +181,7 @@ def attend_kernel(
         p_q, p_k, p_v, p_part, p_start, p_table, p_lengths,
         n_keys, keys_per_split, n_splits, scale, cap2,
         sqb, sqh, sqw, skb, skh, skn, svb, svh, svn, s_table,
-        H, G, W, D, DV, ROWS, BM, BN, BD, BDV, PADDED, CAPPED, VALUES, PARTS, PRECISION, PAGE,
+        H, G, W, D, DV, ROWS, BM, BN, BD, BDV, PADDED, CAPPED, VALUES, PARTS, PRECISION, PAGE, ROWS_FIRST,
     )  # fmt: skip
 
 

@@ -29,12 +29,21 @@ class Device:
 
 @dataclass(frozen=True)
 class Blocks:
-    """How a kernel is cut and compiled: rows and keys per tile, warps, pipeline stages."""
+    """How a kernel is cut and compiled.
+
+    Attributes:
+        rows, keys: per tile.
+        warps, stages: of a program and its pipeline.
+        rows_first: kernel A's dots have rows, not keys, as their rows.
+        apart: kernel B's row tiles are programs of their own, whose scores are joined afterwards.
+    """
 
     rows: int
     keys: int
     warps: int
     stages: int
+    rows_first: bool = False
+    apart: bool = False
 
 
 def power_of_two(n: int) -> int:

@@ -26,6 +26,7 @@ from decantkv.kernels.score import (
     PULL,
     add_dominant_kernel,
     dominant_cost_kernel,
+    join_tiles_kernel,
     score_kernel,
 )
 from decantkv.kernels.weigh import norm_kernel, output_metric
@@ -34,6 +35,7 @@ QUANTITIES = {"perturbation": PERTURBATION, "attention_mass": MASS, "alignment":
 ROW_POOLS = {"none": NO_POOL, "max": MAX_POOL, "avg": AVG_POOL}
 MERGE_CHUNK = 64  # splits a step of the merge reads at once
 CHUNK_BLOCK = 1024  # keys a program sums chunks of
+JOIN_BLOCK = 1024  # scores a program joins row tiles of
 
 
 class Pages(NamedTuple):
@@ -97,6 +99,7 @@ class Prepared:
     score: Launch
     dominant_cost: Launch
     add_dominant: Launch
+    join_tiles: Launch
     chunk_sum: Launch
     norm: Launch
     norm_keys: int
@@ -106,7 +109,14 @@ class Prepared:
         """What a call launches last: once it is compiled, so are the others."""
         if self.task.kind == PULL:
             return self.chunk_sum
+        if self.tiles > 1:
+            return self.join_tiles
         return self.add_dominant if self.rescues else self.score
+
+    @property
+    def tiles(self) -> int:
+        """Row tiles that kernel B takes in programs of their own."""
+        return self.rows // self.plan.score.rows if self.plan.score.apart else 1
 
     @property
     def rescues(self) -> bool:
@@ -190,6 +200,8 @@ def prepare(
     device, kind = device_of(k.device), task.kind
     tile = row_tile(dim, v_dim, k.element_size(), device)
     rows, bd, bdv = padded_rows(group * window, tile), padded_dim(dim), padded_dim(v_dim)
+    if plan_ is not None:
+        rows = -(-rows // max(plan_.attend.rows, plan_.score.rows)) * max(plan_.attend.rows, plan_.score.rows)
     values = kind not in (MASS, PULL)  # whether kernel A makes an output
     # beyond one row tile the rescue of dominant keys has no registers left: the kernels then make their own output
     one_pass = hints and (kind == MASS or rows <= tile)
@@ -231,7 +243,7 @@ def prepare(
         row_words=row_words,
         scalars=(n_keys, chosen.keys_per_split, splits, factor, cap2),
         strides=(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]),
-        attend=Launch(attend_kernel, {**a_blocks, **modes, "VALUES": values, **numbers}, **a_options),
+        attend=Launch(attend_kernel, {**a_blocks, **modes, "VALUES": values, **numbers, "ROWS_FIRST": chosen.attend.rows_first}, **a_options),
         merge=Launch(
             merge_kernel,
             {**merging, "VALUES": values, **width, "METRIC": kind == OUTPUT_PERTURBATION, **paging},
@@ -245,7 +257,7 @@ def prepare(
             {
                 **b_blocks, **width, **modes,
                 "QUANTITY": kind, "MAX": task.reduce == "max", **pooling, "ONE_PASS": one_pass,
-                "A_PARTS": 1 if one_pass or k.dtype == torch.float32 else 2, **numbers,
+                "A_PARTS": 1 if one_pass or k.dtype == torch.float32 else 2, **numbers, "APART": chosen.score.apart and rows > chosen.score.rows,
             },
             warps=chosen.score.warps, stages=chosen.score.stages,
         ),
@@ -254,6 +266,11 @@ def prepare(
             add_dominant_kernel,
             {"G": group, "ROWS": rows, "BM": power_of_two(rows), "MAX": task.reduce == "max"},
             warps=1,
+        ),
+        join_tiles=Launch(
+            join_tiles_kernel,
+            {"TILES": rows // chosen.score.rows, "G": group, "MAX": task.reduce == "max", "BN": JOIN_BLOCK},
+            warps=4,
         ),
         chunk_sum=Launch(
             chunk_sum_kernel,
@@ -290,7 +307,9 @@ def _run(
     table, lengths, s_table = (None, None, 0) if pages is None else (pages.table, pages.lengths, pages.table.stride(0))
     stream = current_stream(k.device)
     scores = torch.empty((batch, heads, n_keys), dtype=torch.float32, device=k.device)
-    tokens = torch.empty_like(scores) if kind == PULL else scores
+    tokens = scores
+    if kind == PULL or p.tiles > 1:
+        tokens = torch.empty((p.tiles, *scores.shape), dtype=torch.float32, device=k.device)
     scratch = torch.empty(p.part_words + p.row_words, dtype=torch.float32, device=k.device)
     strides_out = v.stride()[:3] if out is None else out.stride()[:3]
     norms = k.new_empty((batch, q.shape[1], n_keys), dtype=torch.float32) if metric is not None else None
@@ -341,10 +360,13 @@ def _run(
         blocks = (-(-n_keys // p.norm_keys), batch * q.shape[1], 1)
         p.norm(blocks, stream, p_v, p_metric, p_norm, p_table, p_lengths, n_keys, *strides_v, s_table, heads)
     p.score(
-        (splits, p.groups, 1), stream,
+        (splits * p.tiles, p.groups, 1), stream,
         p_q, p_k, p_v, p_v if p_out is None else p_out, p_lse, p_rows, p_tokens, p_part, p_start,
         p_table, p_lengths, p_norm, p_unit, *p.scalars, *p.strides, *strides_out, s_table, heads,
     )  # fmt: skip
+    if p.tiles > 1:
+        words = scores.numel()
+        p.join_tiles((-(-words // JOIN_BLOCK), 1, 1), stream, p_tokens, address(scores) if p.last.ready else scores, words)
     if p.rescues:
         p.dominant_cost((p.rows, p.groups, 1), stream, p_v, p_part, p_lse, p_sink, p_rows, splits, *strides_v, heads)
         p.add_dominant((p.groups, 1, 1), stream, p_tokens, p_rows, n_keys)

@@ -35,6 +35,15 @@ def dot(a, b, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def products(b_n, b_m, ROWS_FIRST: tl.constexpr, PRECISION: tl.constexpr):
+    """x·y [BN, BM] of keys [BN, D] with rows [BM, D]; ROWS_FIRST: rows are the dot's rows, the result is turned."""
+    if ROWS_FIRST:
+        return tl.trans(dot(b_m, tl.trans(b_n), PRECISION))
+    else:
+        return dot(b_n, tl.trans(b_m), PRECISION)
+
+
+@triton.jit
 def to_logits2(products, scale, cap2, CAPPED: tl.constexpr):
     """Base-2 logits from q·k: scale carries log2 e, or 1/softcap when CAPPED; cap2 = softcap · log2 e."""
     x = products * scale
@@ -85,14 +94,34 @@ def normal_or_zero(x):
 
 
 @triton.jit
-def weighted_sum(acc, b_v, e, PARTS: tl.constexpr, PRECISION: tl.constexpr):
-    """acc [BDV, BM] plus Σ over a tile's keys of their float32 weights e [BN, BM] times v [BN, BDV]."""
+def per_row(x, ROWS_FIRST: tl.constexpr):
+    """One number per row [BM], shaped to go with an accumulator [BM, BDV] or, without ROWS_FIRST, [BDV, BM]."""
+    return x[:, None] if ROWS_FIRST else x[None, :]
+
+
+@triton.jit
+def per_dim(x, ROWS_FIRST: tl.constexpr):
+    """One number per dimension of a value [BDV], shaped to go with an accumulator."""
+    return x[None, :] if ROWS_FIRST else x[:, None]
+
+
+@triton.jit
+def value_sums(acc, b_v, e, ROWS_FIRST: tl.constexpr, PRECISION: tl.constexpr):
+    """The accumulator plus Σ over keys of weights e [BN, BM] times v [BN, BDV], both of one dtype."""
+    if ROWS_FIRST:
+        return acc + dot(tl.trans(e), b_v, PRECISION)
+    else:
+        return acc + dot(tl.trans(b_v), e, PRECISION)
+
+
+@triton.jit
+def weighted_sum(acc, b_v, e, ROWS_FIRST: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr):
+    """The accumulator plus Σ over a tile's keys of their float32 weights e [BN, BM] times v [BN, BDV]."""
     if PARTS == 2:
         # bf16 weights as two parts: 16 bits of weight at the price of one more dot
         e_hi = e.to(b_v.dtype)
-        acc += dot(tl.trans(b_v), e_hi, PRECISION)
-        acc += dot(tl.trans(b_v), (e - e_hi.to(tl.float32)).to(b_v.dtype), PRECISION)
+        acc = value_sums(acc, b_v, e_hi, ROWS_FIRST, PRECISION)
+        return value_sums(acc, b_v, (e - e_hi.to(tl.float32)).to(b_v.dtype), ROWS_FIRST, PRECISION)
     else:
         # float16 weights would lose a flat row's tail to underflow; tf32 holds float16 values exactly
-        acc += dot(tl.trans(b_v.to(tl.float32)), e, PRECISION)
-    return acc
+        return value_sums(acc, b_v.to(tl.float32), e, ROWS_FIRST, PRECISION)

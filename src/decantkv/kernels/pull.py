@@ -67,7 +67,7 @@ def pull_kernel(
                 W, D, BN, BM, BD, POOL, KERNEL, CAPPED, PRECISION, PAGE,
             )  # fmt: skip
         p = tl.where(m_n[:, None] & (last_seen >= 0)[None, :], p, 0.0)
-        acc = weighted_sum(acc, b_v, p, PARTS, PRECISION)
+        acc = weighted_sum(acc, b_v, p, False, PARTS, PRECISION)
     r = i_tile * BM + tl.arange(0, BM)
     p_part += (i_bh * n_splits + i_split).to(tl.int64) * (ROWS * BDV)
     tl.store(p_part + r[None, :] * BDV + dv[:, None], acc)

@@ -182,7 +182,7 @@ def load_rows(
 
 @triton.jit
 def score_split(
-    i_split, i_bh,
+    i_split, i_tile, i_bh,
     p_q, p_k, p_v, p_out, p_lse, p_rows, p_score, p_part, p_start, p_table, p_lengths, p_norm, p_unit,
     n_keys, keys_per_split, n_splits, scale, cap2,
     sqb, sqh, sqw, skb, skh, skn, svb, svh, svn, sob, soh, sow, s_table,
@@ -190,10 +190,13 @@ def score_split(
     ROWS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
     RW: tl.constexpr, PADDED: tl.constexpr, CAPPED: tl.constexpr, QUANTITY: tl.constexpr,
     MAX: tl.constexpr, POOL: tl.constexpr, KERNEL: tl.constexpr, ONE_PASS: tl.constexpr, A_PARTS: tl.constexpr,
-    PARTS: tl.constexpr, PRECISION: tl.constexpr, PAGE: tl.constexpr,
+    PARTS: tl.constexpr, PRECISION: tl.constexpr, PAGE: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
-    """Scores of one split, last tile first: kernel A has just left the ends of its splits in L2."""
-    SINGLE: tl.constexpr = ROWS == BM
+    """Scores of one split, last tile first: kernel A has just left the ends of its splits in L2.
+
+    With APART the program has one of the row tiles, and what it writes is its part of the sums (or maxima).
+    """
+    SINGLE: tl.constexpr = (ROWS == BM) | APART
     RESCUE: tl.constexpr = ONE_PASS and QUANTITY != _MASS
     SIGNED: tl.constexpr = (QUANTITY == _ALIGNMENT) | (QUANTITY == _PULL)
     i_b = (i_bh // H).to(tl.int64)
@@ -214,12 +217,15 @@ def score_split(
         p_v += i_b * svb
     else:
         p_table += i_b * s_table
-    p_score += i_bh.to(tl.int64) * n_keys
+    i_score = i_bh
+    if APART:
+        i_score += i_tile * tl.num_programs(1)
+    p_score += i_score.to(tl.int64) * n_keys
     o_k = j[:, None] * skn + d[None, :]
     o_v = j[:, None] * svn + dv[None, :]
     if SINGLE:
         b_q, last_seen, lse2, a_hi, a_lo, a_norm, top, top_cost = load_rows(
-            0, i_bh, p_q, p_out, p_lse, p_rows, n_row, sqb, sqh, sqw, sob, soh, sow,
+            i_tile, i_bh, p_q, p_out, p_lse, p_rows, n_row, sqb, sqh, sqw, sob, soh, sow,
             H, G, W, D, DV, ROWS, BM, BD, BDV, RW, QUANTITY, ONE_PASS, A_PARTS,
         )  # fmt: skip
     if RESCUE:
@@ -271,15 +277,15 @@ def score_split(
                     mass += p
             else:
                 cost = costs(
-                    n, p, b_v, m_n, 0, i_bh, p_norm, n_keys, last_seen, a_hi, a_lo, a_norm, top, top_cost,
+                    n, p, b_v, m_n, i_tile, i_bh, p_norm, n_keys, last_seen, a_hi, a_lo, a_norm, top, top_cost,
                     G, W, BN, BM, QUANTITY, MAX, A_PARTS, PRECISION,
                 )  # fmt: skip
             total = tl.max(cost, 1) if MAX else tl.sum(cost, 1)
         else:
             total = tl.full([BN], float("-inf") if MAX and SIGNED else 0.0, tl.float32)
-            for i_tile in range(0, ROWS // BM):
+            for i_part in range(0, ROWS // BM):
                 q_t, last_t, lse2_t, hi_t, lo_t, norm_t, top_t, top_cost_t = load_rows(
-                    i_tile, i_bh, p_q, p_out, p_lse, p_rows, n_row, sqb, sqh, sqw, sob, soh, sow,
+                    i_part, i_bh, p_q, p_out, p_lse, p_rows, n_row, sqb, sqh, sqw, sob, soh, sow,
                     H, G, W, D, DV, ROWS, BM, BD, BDV, RW, QUANTITY, ONE_PASS, A_PARTS,
                 )  # fmt: skip
                 if POOL == _NO_POOL:
@@ -292,18 +298,21 @@ def score_split(
                     )  # fmt: skip
                     p = tl.where(m_real[:, None], p, 0.0)
                 cost = costs(
-                    n, p, b_v, m_n, i_tile, i_bh, p_norm, n_keys, last_t, hi_t, lo_t, norm_t, top_t, top_cost_t,
+                    n, p, b_v, m_n, i_part, i_bh, p_norm, n_keys, last_t, hi_t, lo_t, norm_t, top_t, top_cost_t,
                     G, W, BN, BM, QUANTITY, MAX, A_PARTS, PRECISION,
                 )  # fmt: skip
                 if MAX:
                     total = tl.maximum(total, tl.max(cost, 1))
                 else:
                     total += tl.sum(cost, 1)
-        if not MAX:
-            total = total / G
-        if QUANTITY == _OUTPUT:
-            total *= tl.load(p_unit + i_h)  # what M is held relative to
-        tl.store(p_score + n, normal_or_zero(total), mask=m_n)
+        if APART:
+            tl.store(p_score + n, total, mask=m_n)
+        else:
+            if not MAX:
+                total = total / G
+            if QUANTITY == _OUTPUT:
+                total *= tl.load(p_unit + i_h)  # what M is held relative to
+            tl.store(p_score + n, normal_or_zero(total), mask=m_n)
 
     if PAGE != 0:  # behind a row's end nothing may be chosen
         for n0 in range(tl.maximum(lo, n_row), tl.minimum(lo + keys_per_split, n_keys), BN):
@@ -325,17 +334,37 @@ def score_kernel(
     ROWS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
     RW: tl.constexpr, PADDED: tl.constexpr, CAPPED: tl.constexpr, QUANTITY: tl.constexpr,
     MAX: tl.constexpr, POOL: tl.constexpr, KERNEL: tl.constexpr, ONE_PASS: tl.constexpr, A_PARTS: tl.constexpr,
-    PARTS: tl.constexpr, PRECISION: tl.constexpr, PAGE: tl.constexpr,
+    PARTS: tl.constexpr, PRECISION: tl.constexpr, PAGE: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
-    """Grid (splits, B·H). Every score [B·H, N] is written, pads and unseen keys as 0."""
+    """Grid (splits, B·H). Every score [B·H, N] is written, pads and unseen keys as 0.
+
+    With APART, grid (splits · row tiles, B·H): [row tiles, B·H, N], for `join_tiles_kernel`.
+    """
+    TILES: tl.constexpr = ROWS // BM if APART else 1
     score_split(
-        tl.program_id(0), tl.program_id(1),
+        tl.program_id(0) // TILES, tl.program_id(0) % TILES, tl.program_id(1),
         p_q, p_k, p_v, p_out, p_lse, p_rows, p_score, p_part, p_start, p_table, p_lengths, p_norm, p_unit,
         n_keys, keys_per_split, n_splits, scale, cap2,
         sqb, sqh, sqw, skb, skh, skn, svb, svh, svn, sob, soh, sow, s_table,
         H, G, W, D, DV, ROWS, BM, BN, BD, BDV, RW, PADDED, CAPPED, QUANTITY, MAX, POOL, KERNEL,
-        ONE_PASS, A_PARTS, PARTS, PRECISION, PAGE,
+        ONE_PASS, A_PARTS, PARTS, PRECISION, PAGE, APART,
     )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["words"])
+def join_tiles_kernel(
+    p_part, p_score, words, TILES: tl.constexpr, G: tl.constexpr, MAX: tl.constexpr, BN: tl.constexpr
+):
+    """Grid (blocks of words): what the row tiles found for each of `words` scores, joined."""
+    i = tl.program_id(0) * BN + tl.arange(0, BN)
+    inside = i < words
+    total = tl.load(p_part + i, mask=inside, other=0.0)
+    for tile in range(1, TILES):
+        part = tl.load(p_part + words.to(tl.int64) * tile + i, mask=inside, other=0.0)
+        total = tl.maximum(total, part) if MAX else total + part
+    if not MAX:
+        total = total / G
+    tl.store(p_score + i, normal_or_zero(total), mask=inside)
 
 
 @triton.jit(do_not_specialize=["n_splits", "H"])
