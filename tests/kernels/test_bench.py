@@ -25,6 +25,15 @@ def test_the_gate_tells_right_from_wrong():
     assert gate.worst_error(torch.full_like(right, float("nan")), win) == float("inf")
 
 
+def test_floors_are_of_memory_or_of_arithmetic():
+    pytest.importorskip("decantkv.kernels.launch")
+    from decantkv.lab.bench.floors import SHAPES
+
+    floors = {(shape.name, shape.kv_len): shape.floor_us for shape in SHAPES}
+    assert floors["Llama-3.1-8B", 131072] == pytest.approx(244, abs=0.1)  # 2 passes of 537 MB at 4.4 TB/s
+    assert floors["Llama-3.1-8B, w 64", 32768] == pytest.approx(98.2, abs=0.1)  # 68.7 GFLOP at 700 TFLOP/s
+
+
 @pytest.mark.parametrize("options", [[], ["--json"]])
 def test_a_red_gate_prints_no_speed(monkeypatch, tmp_path, options):
     def measure(*args, **kw):

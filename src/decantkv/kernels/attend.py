@@ -130,7 +130,9 @@ def attend_split(
                     m_back = per_row(back, ROWS_FIRST) & per_dim(dv < DV, ROWS_FIRST)
                     b_back = tl.load(per_row(p_back, ROWS_FIRST) + per_dim(dv, ROWS_FIRST), mask=m_back, other=0.0)
                     decay = tl.exp2(m - ref)
-                    if ROWS_FIRST:  # a dot as well: in any other layout the values would make every dot of the loop wait
+                    if (
+                        ROWS_FIRST
+                    ):  # a dot as well: in any other layout the values would make every dot of the loop wait
                         here = tl.arange(0, BM)
                         e_diagonal = tl.where(here[:, None] == here[None, :], e_back[None, :], 0.0)
                         acc = weighted_sum(acc * decay[:, None], b_back, e_diagonal, ROWS_FIRST, PARTS, PRECISION)

@@ -243,7 +243,11 @@ def prepare(
         row_words=row_words,
         scalars=(n_keys, chosen.keys_per_split, splits, factor, cap2),
         strides=(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]),
-        attend=Launch(attend_kernel, {**a_blocks, **modes, "VALUES": values, **numbers, "ROWS_FIRST": chosen.attend.rows_first}, **a_options),
+        attend=Launch(
+            attend_kernel,
+            {**a_blocks, **modes, "VALUES": values, **numbers, "ROWS_FIRST": chosen.attend.rows_first},
+            **a_options,
+        ),
         merge=Launch(
             merge_kernel,
             {**merging, "VALUES": values, **width, "METRIC": kind == OUTPUT_PERTURBATION, **paging},
@@ -257,7 +261,8 @@ def prepare(
             {
                 **b_blocks, **width, **modes,
                 "QUANTITY": kind, "MAX": task.reduce == "max", **pooling, "ONE_PASS": one_pass,
-                "A_PARTS": 1 if one_pass or k.dtype == torch.float32 else 2, **numbers, "APART": chosen.score.apart and rows > chosen.score.rows,
+                "A_PARTS": 1 if one_pass or k.dtype == torch.float32 else 2, **numbers,
+                "APART": chosen.score.apart and rows > chosen.score.rows,
             },
             warps=chosen.score.warps, stages=chosen.score.stages,
         ),
@@ -366,7 +371,9 @@ def _run(
     )  # fmt: skip
     if p.tiles > 1:
         words = scores.numel()
-        p.join_tiles((-(-words // JOIN_BLOCK), 1, 1), stream, p_tokens, address(scores) if p.last.ready else scores, words)
+        p.join_tiles(
+            (-(-words // JOIN_BLOCK), 1, 1), stream, p_tokens, address(scores) if p.last.ready else scores, words
+        )
     if p.rescues:
         p.dominant_cost((p.rows, p.groups, 1), stream, p_v, p_part, p_lse, p_sink, p_rows, splits, *strides_v, heads)
         p.add_dominant((p.groups, 1, 1), stream, p_tokens, p_rows, n_keys)

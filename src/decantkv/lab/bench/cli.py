@@ -28,12 +28,24 @@ def score(
     lengths: Lengths = "4096,32768,131072",
     variants: Annotated[bool, typer.Option(help="Also other windows, groups, head sizes and batches.")] = False,
     rivals: Annotated[bool, typer.Option(help="Also torch's implementations and kvpress.")] = True,
+    floors: Annotated[
+        bool, typer.Option("--floors", help="Instead, scores on today's models' shapes beside what memory allows.")
+    ] = False,
+    shapes: Annotated[str, typer.Option(help="Of those, names that contain one of these, by semicolons.")] = "",
+    sweep: Annotated[bool, typer.Option(help="Of those, also other cuts of the kernels.")] = False,
+    jobs: Annotated[int, typer.Option(help="Processes that compile a sweep's kernels.")] = 1,
     seed: int = 0,
     as_json: Json = False,
     out: Out = None,
 ) -> None:
     """Scoring, selection and compaction of one layer."""
     need_gpu()
+    if floors:
+        from decantkv.lab.bench import floors as beside
+
+        names = [name.strip() for name in shapes.split(";") if name.strip()]
+        show(while_green(beside.measure(names, sweep=sweep, seed=seed, jobs=jobs), out), as_json)
+        return
     from decantkv.lab.bench.score import LLAMA_8B, VARIANTS, measure
 
     made = (
@@ -219,7 +231,9 @@ def show(rows: list[Row], as_json: bool) -> None:
         for row in rows:
             typer.echo(json.dumps(row, sort_keys=True))
         return
-    table = Table("geometry", "keys", "step", "contender", "GPU µs p50", "wall µs p50", "of roofline", "scratch MB")
+    beside_floor = any("floor_us" in row for row in rows)
+    more = ("times floor", "its kernels, µs") if beside_floor else ("of roofline", "scratch MB")
+    table = Table("geometry", "keys", "step", "contender", "GPU µs p50", "wall µs p50", *more)
     for row in rows:
         if "left_out" in row:
             cells = [row["left_out"], "", "", ""]
@@ -231,5 +245,8 @@ def show(rows: list[Row], as_json: bool) -> None:
                 f"{share:.0%}" if share else "",
                 f"{scratch / 1e6:,.1f}" if scratch is not None else "",
             ]
+            if beside_floor:
+                each = (f"{name.removesuffix('_kernel')} {spent:.1f}" for name, spent in row["kernels_us"].items())
+                cells[2:] = [f"{row['times_floor']:.2f}", ", ".join(each)]
         table.add_row(row["geometry"]["name"], f"{row['kv_len']:,}", row["step"], row["contender"], *cells)
-    Console(width=140).print(table)
+    Console(width=190 if beside_floor else 140).print(table)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,23 +21,44 @@ class RedGateError(RuntimeError):
 
 
 def widened(win: AttentionWindow) -> AttentionWindow:
-    """The same rounded inputs in float64."""
+    """The same rounded inputs in float64, W_O by a factor of W_O·W_Oᵀ that is no wider than a head."""
     return dataclasses.replace(
         win, q=win.q.double(), k=win.k.double(), v=win.v.double(), out=None, lse=None,
         sink_logits=None if win.sink_logits is None else win.sink_logits.double(),
+        output_projection=None if win.output_projection is None else factor(win.output_projection.double()),
     )  # fmt: skip
 
 
-def worst_error(scores: Tensor, win: AttentionWindow, *, reduce: str = "sum") -> float:
-    """The largest |s − s64| over what the numerics contract allows; at most 1 where it holds, inf for NaN.
+def factor(w_o: Tensor) -> Tensor:
+    """L [HQ, Dv, Dv] with L·Lᵀ = W_O·W_Oᵀ: no shift's size behind it is another."""
+    values, vectors = torch.linalg.eigh(w_o @ w_o.mT)
+    return torch.mul(vectors, values.clamp_min(0).sqrt()[:, None])
 
-    The contract: 1 % of s64 + 1e-5 · Σ r²(‖a‖² + ‖v‖²)/g, the latter without each row's largest key. Heads go one at a
-    time, so that the float64 work fits beside the benchmark.
+
+class Contract(NamedTuple):
+    """What scores must be, and how far they may be from it: [B, H, N] float64."""
+
+    expected: Tensor
+    allowed: Tensor
+
+    def worst_error(self, scores: Tensor) -> float:
+        """The largest error over what is allowed; at most 1 where the contract holds, inf for NaN."""
+        if scores.isnan().any():
+            return float("inf")
+        error = (scores.double() - self.expected).abs()
+        floor = torch.finfo(torch.float32).tiny
+        ratio = torch.where(self.expected > 2 * floor, error / self.allowed.clamp_min(1e-300), error / (4 * floor))
+        return float(ratio.max())
+
+
+def contract(win: AttentionWindow, *, reduce: str = "sum", weigh: str = "value") -> Contract:
+    """Judge by 1 % of s64 + 1e-5 · Σ r²(‖a‖² + ‖v‖²)/g, the latter without each row's largest key.
+
+    Heads go one at a time, so that the float64 work fits beside the benchmark.
     """
-    if scores.isnan().any():
-        return float("inf")
-    worst = 0.0
     g = win.group_size
+    expected = win.k.new_empty((win.batch, win.num_kv_heads, win.kv_len), dtype=torch.float64)
+    allowed = torch.empty_like(expected)
     for b in range(win.batch):
         for h in range(win.num_kv_heads):
             one = dataclasses.replace(
@@ -44,19 +66,24 @@ def worst_error(scores: Tensor, win: AttentionWindow, *, reduce: str = "sum") ->
                 v=win.v[b : b + 1, h : h + 1], out=None, lse=None,
                 lengths=None if win.lengths is None else win.lengths[b : b + 1],
                 sink_logits=None if win.sink_logits is None else win.sink_logits[h * g : (h + 1) * g],
+                output_projection=None if weigh == "value" or win.output_projection is None
+                else win.output_projection[h * g : (h + 1) * g],
             )  # fmt: skip
             wide = widened(one)
-            expected = reference.perturbation(wide, reduce=reduce)
+            expected[b, h] = reference.perturbation(wide, reduce=reduce, weigh=weigh)[0, 0]
             rows = reference.softmax(wide)
-            size = rows.a.square().sum(-1)[..., None] + wide.v.square().sum(-1)[:, :, None, None]
-            allowed = 0.01 * expected + 1e-5 * reference.reduce_rows(rows.odds.square() * size, reduce)
-            error = (scores[b, h].double() - expected[0, 0]).abs()
-            floor = torch.finfo(torch.float32).tiny
-            ratio = torch.where(
-                expected[0, 0] > 2 * floor, error / allowed[0, 0].clamp_min(1e-300), error / (4 * floor)
-            )
-            worst = max(worst, float(ratio.max()))
-    return worst
+            a, v = rows.a, wide.v[:, :, None].expand(-1, -1, g, -1, -1)
+            if weigh == "output":
+                a, v = reference.project(a, wide), reference.project(v, wide)
+            size = a.square().sum(-1)[..., None] + v.square().sum(-1)[:, :, :, None]
+            sizes = reference.reduce_rows(rows.odds.square() * size, reduce)
+            allowed[b, h] = 0.01 * expected[b, h] + 1e-5 * sizes[0, 0]
+    return Contract(expected, allowed)
+
+
+def worst_error(scores: Tensor, win: AttentionWindow, *, reduce: str = "sum") -> float:
+    """The largest |s − s64| over what the numerics contract allows."""
+    return contract(win, reduce=reduce).worst_error(scores)
 
 
 def check(win: AttentionWindow, hinted: AttentionWindow, *, n_keep: int) -> dict[str, float | bool]:

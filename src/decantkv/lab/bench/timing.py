@@ -56,6 +56,18 @@ def gpu_time(call: Callable[[], object], *, repeats: int = 50, graph: bool = Tru
     return quantiles(times)
 
 
+def kernel_times(call: Callable[[], object], *, repeats: int = 5) -> dict[str, float]:
+    """Microseconds of each Triton kernel of a call, launched one by one with the L2 flushed before."""
+    flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        for _ in range(repeats):
+            flush.max()
+            call()
+        torch.cuda.synchronize()
+    found = {event.key: event.device_time_total / repeats for event in profiler.key_averages()}
+    return {name: spent for name, spent in found.items() if name.isidentifier()}
+
+
 def wall_time(call: Callable[[], object], *, repeats: int = 50) -> Quantiles:
     """Wall time of a plain call from an idle GPU until its result is there, launches included."""
     for _ in range(3):
