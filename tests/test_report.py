@@ -11,8 +11,10 @@ import pytest
 import torch
 
 import decantkv
+from decantkv.base import stopwatch
 from decantkv.cache import memory
-from decantkv.cache import report as records
+from decantkv.cache import recorder as recorders
+from decantkv.cache import report as reports
 from decantkv.cache.evicting_cache import cache_argument
 from tests.support import tiny
 
@@ -49,7 +51,7 @@ def live_bytes(*_):
     """An allocator's count: distinct storages of all tensors alive."""
     gc.collect()
     found = [x for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter)]
-    return records.storage_bytes(found)
+    return reports.storage_bytes(found)
 
 
 @pytest.fixture
@@ -177,7 +179,7 @@ def test_small_budgets_are_noted(budget, note):
     ("seconds", "text"), [(0.0324, "32.4 ms"), (0.9999, "1 s"), (1.5, "1.5 s"), (14.0, "14 s"), (1400.0, "1,400 s")]
 )
 def test_seconds_for_a_reader(seconds, text):
-    assert records.format_seconds(seconds) == text
+    assert reports.format_seconds(seconds) == text
 
 
 def test_rounds_count_as_scoring_selection_and_compaction():
@@ -248,17 +250,17 @@ class Event:
 
 
 def test_long_runs_add_their_spans_up_without_waiting():
-    watch = records.Stopwatch()
+    watch = stopwatch.Stopwatch()
     spans = watch._spans["scoring"] = []
     late = Event(4000.0, reached=False)
-    spans += [(Event(float(i)), Event(i + 0.5)) for i in range(records.SPANS)] + [(Event(3000.0), late)]
-    records._add_up(spans)
+    spans += [(Event(float(i)), Event(i + 0.5)) for i in range(stopwatch.SPANS)] + [(Event(3000.0), late)]
+    stopwatch._add_up(spans)
     assert len(spans) == 2
     assert not late.reached
-    assert watch.seconds("scoring") == pytest.approx(records.SPANS * 0.5 + 1000)
-    for _ in range(3 * records.SPANS):
+    assert watch.seconds("scoring") == pytest.approx(stopwatch.SPANS * 0.5 + 1000)
+    for _ in range(3 * stopwatch.SPANS):
         watch.start("selection", torch.device("cpu"))()
-    assert len(watch._spans["selection"]) <= records.SPANS + 1
+    assert len(watch._spans["selection"]) <= stopwatch.SPANS + 1
     assert watch.seconds("selection") > 0
 
 
@@ -275,13 +277,13 @@ def test_on_a_gpu_the_allocator_is_asked():
 
 @pytest.mark.gpu
 def test_counts_of_prompts_long_past_are_on_the_host(monkeypatch):
-    monkeypatch.setattr(records, "SPANS", 6)
+    monkeypatch.setattr(recorders, "SETTLED_AFTER", 6)
     model = tiny.llama(head_dim=64).to("cuda", torch.bfloat16)
     with decantkv.attach(model, budget=0.3, allocation="ada") as run, torch.no_grad():
         for _ in range(7):
             model(tiny.prompt(300).cuda())
             torch.cuda.synchronize()
-    found = [record.counts.is_cuda for record in run.recorder.layers]
+    found = [record.counts.is_cuda for record in run.recorder.records.newest]
     assert 0 < sum(found) < 12, found
     assert found == sorted(found)
     assert all(sum(map(sum, layer["kept"])) == 90 * 2 for layer in run.report().layers)
@@ -296,7 +298,7 @@ def test_a_long_run_keeps_its_newest_records_and_counts_all(monkeypatch):
         return run.report()
 
     whole = report()
-    monkeypatch.setattr(records, "RECORDS", 4)
+    monkeypatch.setattr(recorders, "RECORDS", 4)
     short = report()
     assert len(whole.layers) == 15
     assert list(short.layers) == list(whole.layers)[-4:]
@@ -314,7 +316,7 @@ def test_a_long_run_keeps_its_newest_records_and_counts_all(monkeypatch):
 
 
 def test_threads_lose_no_counts():
-    recorder, before = records.Recorder("dropkv", "0.1"), sys.getswitchinterval()
+    recorder, before = recorders.Recorder("dropkv", "0.1"), sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
         with ThreadPoolExecutor(4) as pool:
@@ -322,4 +324,4 @@ def test_threads_lose_no_counts():
                 pool.submit(lambda: [recorder.count("rounds") for _ in range(5000)])
     finally:
         sys.setswitchinterval(before)
-    assert recorder.rounds == 20_000
+    assert recorder.report().rounds == 20_000

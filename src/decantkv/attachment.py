@@ -501,7 +501,7 @@ class _Attachment:
         if isinstance(cache, DynamicCache) and cache.get_seq_length() == 0:
             recorder = cache.recorder if isinstance(cache, EvictingCache) else run.recorder
             self._prefill.stop = recorder.stopwatch.start("prefill", _device_of(decoder))
-            self._prefill.weighing = recorder, Weighing(decoder, recorder.recorded), weakref.ref(cache)
+            self._prefill.weighing = recorder, Weighing(decoder, len(recorder.records)), weakref.ref(cache)
         if getattr(self._prefill, "chunked", False) and isinstance(cache, DynamicCache):
             number_chunk(kwargs, cache)
         return (), kwargs

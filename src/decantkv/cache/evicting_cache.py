@@ -28,8 +28,9 @@ from decantkv.cache.layer import EvictingLayer
 from decantkv.cache.layer_contest import LayerContest
 from decantkv.cache.memory import weighed
 from decantkv.cache.policy import CacheState, Policy
+from decantkv.cache.recorder import Recorder
 from decantkv.cache.rehearsal import rehearse
-from decantkv.cache.report import Recorder, Report, storage_bytes
+from decantkv.cache.report import Report, storage_bytes
 from decantkv.cache.stores import Inner
 from decantkv.hf import attention_hook
 from decantkv.hf.attention_hook import Hold

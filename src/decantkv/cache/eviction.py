@@ -20,7 +20,7 @@ from decantkv.cache.phases import KEPT_WHOLE, Answer, Prompt, Waiting, Whole
 from decantkv.cache.policy import Policy
 from decantkv.cache.positions import Trail
 from decantkv.cache.re_eviction import EvictedAnswer
-from decantkv.cache.report import LayerRecord, Recorder
+from decantkv.cache.recorder import LayerRecord, Recorder
 from decantkv.cache.stores import DENSE
 from decantkv.cache.stores.dense import DenseStore
 from decantkv.cache.stores.ragged import RaggedStore
@@ -110,7 +110,7 @@ class Eviction(Policy):
         budget = layer.cache.prompt_budget(self.settings, lengths)
         counts = [min(n, most) for n, most in zip(budget.n_keep, held, strict=True)]
         if counts != list(budget.n_keep):
-            self.recorder.capped = True
+            self.recorder.count("capped")
         before = sum({x.data_ptr(): x.nbytes for x in (keys, prompt.values)}.values())  # slack of chunks apart
         before = before * layer.logical // keys.shape[2]  # of all that was read, not of what early chunks left
         contested = False

@@ -1,23 +1,13 @@
-"""What eviction did, written down as it happens and told by `run.report()`."""
+"""What eviction did, as a reader gets it from `run.report()`: text, and JSON."""
 
 from __future__ import annotations
 
 import json
-import threading
-import time
-import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
-
-Stage = Literal["scoring", "selection", "rehearsal", "compaction", "prefill"]
-SPANS = 1024  # open-ended runs add finished spans up, and move counts off the device, beyond so many
-RECORDS = 8192  # of a layer's prompts that a run keeps; older ones are counted and forgotten
-_lock = threading.RLock()  # around every change of a recorder, which threads share
 
 
 @dataclass(frozen=True)
@@ -36,198 +26,6 @@ class Memory:
     after: int
     by: Literal["allocator", "storages"]
     room: int = 0
-
-
-class Stopwatch:
-    """Seconds spent on a device, without making the host wait: CUDA events there, a clock elsewhere."""
-
-    def __init__(self) -> None:
-        self._spans: dict[str, list[float | tuple[torch.cuda.Event, torch.cuda.Event]]] = {}
-
-    @contextmanager
-    def measure(self, stage: Stage, device: torch.device) -> Iterator[None]:
-        """Add the time until the block ends to `stage`."""
-        stop = self.start(stage, device)
-        try:
-            yield
-        finally:
-            stop()
-
-    def start(self, stage: Stage, device: torch.device) -> _Stop:
-        """Start a span of `stage`; calling the result ends it."""
-        return _Stop(self._spans.setdefault(stage, []), device)
-
-    def seconds(self, stage: Stage) -> float:
-        """The sum over the stage's spans. On CUDA this waits for the last of them."""
-        total = 0.0
-        for span in self._spans.get(stage, ()):
-            if isinstance(span, tuple):
-                span[1].synchronize()
-                total += span[0].elapsed_time(span[1]) / 1e3
-            else:
-                total += span
-        return total
-
-
-class _Stop:
-    def __init__(self, spans: list[float | tuple[torch.cuda.Event, torch.cuda.Event]], device: torch.device) -> None:
-        self._spans, self._device = spans, device
-        if device.type == "cuda":
-            self._begin = torch.cuda.Event(enable_timing=True)
-            self._begin.record(torch.cuda.current_stream(device))
-        else:
-            self._clock = time.perf_counter()
-
-    def __call__(self) -> None:
-        if self._device.type == "cuda":
-            end = torch.cuda.Event(enable_timing=True)
-            end.record(torch.cuda.current_stream(self._device))
-            self._spans.append((self._begin, end))
-        else:
-            self._spans.append(time.perf_counter() - self._clock)
-        if len(self._spans) > SPANS:
-            _add_up(self._spans)
-
-
-def _add_up(spans: list[float | tuple[torch.cuda.Event, torch.cuda.Event]]) -> None:
-    """Finished spans as one number, without waiting for the others."""
-    open_, done = [], 0.0
-    for span in spans:
-        if not isinstance(span, tuple):
-            done += span
-        elif span[1].query():
-            done += span[0].elapsed_time(span[1]) / 1e3
-        else:
-            open_.append(span)
-    spans[:] = [done, *open_]
-
-
-@dataclass(frozen=True)
-class LayerRecord:
-    """One layer's eviction of one prompt.
-
-    Attributes:
-        layer_idx: the layer.
-        seen: real tokens of each batch row.
-        counts: [B, H] tokens each row and KV head keeps.
-        bytes_before, bytes_after: the layer's keys and values; of the slots that hold what was kept, not of free ones.
-        raised: protection kept more than the budget's share asked for.
-        unscored: in some row that dropped tokens, protection alone fills the budget.
-    """
-
-    layer_idx: int
-    seen: tuple[int, ...]
-    counts: Tensor
-    bytes_before: int
-    bytes_after: int
-    raised: bool
-    unscored: bool = False
-
-
-@dataclass
-class Recorder:
-    """Collects what the layers of one cache, or of all caches of one run, did.
-
-    Counts of the last prompts stay on their device, so that nobody waits for them; older ones move to the host.
-    """
-
-    method: str
-    budget: str
-    settings: dict[str, Any] = field(default_factory=dict)  # all others in force, as JSON can hold them
-    layers: list[LayerRecord] = field(default_factory=list)
-    forgotten: int = 0  # older ones, no longer in `layers`
-    forgotten_evicted: int = 0  # those of them that dropped something
-    raised: bool = False  # in some prompt, as in its record
-    unscored: bool = False
-    widest: int = 0  # rows of the largest batch
-    settled: int = 0  # prompts of a layer, from the first, whose counts are on the host
-    marks: list[tuple[int, torch.device, torch.cuda.Event]] = field(default_factory=list)  # layers written by when
-    stopwatch: Stopwatch = field(default_factory=Stopwatch)
-    left_alone: int = 0
-    rounds: int = 0  # evictions of a layer while its prompt came in chunks or its answer was written
-    capped: bool = False  # a cap left fewer tokens than the budget asked for
-    reused_lse: int = 0  # prompts of a layer whose scoring was handed the attention's output and denominators
-    without_lse: dict[str, int] = field(default_factory=dict)  # reason → those that were to be and were not
-    passed_over: dict[str, int] = field(default_factory=dict)  # kind of cache → prompts read into it unevicted
-    memory: Memory | None = None  # of the last prompt
-    weights: int = 0  # bytes of the model's parameters, where they are known
-    loaded: bool = False  # what it reports on began in a file
-    latest: weakref.ref[Any] | None = None  # the cache of the last prompt
-
-    def add(self, record: LayerRecord) -> None:
-        """Write down one layer's eviction."""
-        with _lock:
-            self.layers.append(record)
-            self.raised, self.unscored = self.raised or record.raised, self.unscored or record.unscored
-            self.widest = max(self.widest, len(record.seen))
-            marked, device = self.marks[-1][0] if self.marks else self.settled, record.counts.device
-            if device.type == "cuda" and self.recorded - marked >= SPANS:
-                self.marks.append((self.recorded, device, torch.cuda.current_stream(device).record_event()))
-            if self.marks and self.marks[0][2].query():
-                self._settle(*self.marks.pop(0)[:2])
-            while len(self.layers) > RECORDS:
-                self.forgotten_evicted += _dropped(_plain(self.layers.pop(0)))
-                self.forgotten += 1
-
-    @property
-    def recorded(self) -> int:
-        """How many prompts of a layer were written down, forgotten ones included."""
-        return self.forgotten + len(self.layers)
-
-    def count(self, counter: Literal["rounds", "reused_lse"]) -> None:
-        """One more."""
-        with _lock:
-            setattr(self, counter, getattr(self, counter) + 1)
-
-    def count_reason(self, counter: Literal["without_lse", "passed_over"], reason: str) -> None:
-        """One more for that reason."""
-        with _lock:
-            counts: dict[str, int] = getattr(self, counter)
-            counts[reason] = counts.get(reason, 0) + 1
-
-    def _settle(self, stop: int, device: torch.device) -> None:
-        """Move finished counts to the host; those of the device that said so on a stream with nothing to wait for."""
-        with torch.cuda.stream(torch.cuda.Stream(device)):
-            for i in range(max(0, self.settled - self.forgotten), stop - self.forgotten):
-                self.layers[i] = replace(self.layers[i], counts=self.layers[i].counts.cpu())
-        self.settled = stop
-
-    def full_bytes(self, since: int) -> int:
-        """Bytes of the full keys and values of what was recorded from number `since` on."""
-        with _lock:
-            return sum(record.bytes_before for record in self.layers[max(0, since - self.forgotten) :])
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Recorder:
-        return self  # a copied cache goes on reporting to the same place
-
-    def report(self) -> Report:
-        """Everything so far, as plain numbers."""
-        with _lock:
-            return self._report()
-
-    def _report(self) -> Report:
-        stages: tuple[Stage, ...] = ("scoring", "selection", "rehearsal", "compaction", "prefill")
-        return Report(
-            method=self.method,
-            budget=self.budget,
-            layers=[_plain(record) for record in self.layers],
-            forgotten=self.forgotten,
-            forgotten_evicted=self.forgotten_evicted,
-            widest=self.widest,
-            seconds={stage: self.stopwatch.seconds(stage) for stage in stages},
-            raised=self.raised,
-            unscored=self.unscored,
-            settings=dict(self.settings),
-            loaded=self.loaded,
-            left_alone=self.left_alone,
-            rounds=self.rounds,
-            capped=self.capped,
-            reused_lse=self.reused_lse,
-            without_lse=dict(self.without_lse),
-            passed_over=dict(self.passed_over),
-            memory=self.memory,
-            weights=self.weights,
-        )
 
 
 @dataclass(frozen=True)
@@ -291,7 +89,7 @@ class Report:
     @property
     def prompts_evicted(self) -> int:
         """How often a layer dropped tokens of a prompt that it had read."""
-        return self.forgotten_evicted + sum(_dropped(layer) for layer in self.layers)
+        return self.forgotten_evicted + sum(dropped(layer) for layer in self.layers)
 
     @property
     def prompts_of_layers(self) -> int:
@@ -412,18 +210,7 @@ class Report:
         return list({layer["layer"]: layer for layer in self.layers}.values())
 
 
-def _plain(record: LayerRecord) -> dict[str, Any]:
-    """A record as JSON can hold it."""
-    return {
-        "layer": record.layer_idx,
-        "seen": list(record.seen),
-        "kept": record.counts.tolist(),
-        "bytes_before": record.bytes_before,
-        "bytes_after": record.bytes_after,
-    }
-
-
-def _dropped(layer: dict[str, Any]) -> bool:
+def dropped(layer: dict[str, Any]) -> bool:
     """Whether some head kept fewer tokens than its row has."""
     return any(n < seen for row, seen in zip(layer["kept"], layer["seen"], strict=True) for n in row)
 
