@@ -86,7 +86,7 @@ def test_more_memory_than_there_is_is_refused(model_folder, tmp_path, workers):
     assert not (tmp_path / "out").exists(), "nothing was begun"
 
 
-def _die(work, shared):
+def _die(*arguments):
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -1,5 +1,6 @@
 """Workers: what they inherit, what they are handed, how much waits for them, and what becomes of errors."""
 
+import multiprocessing
 import os
 import time
 from dataclasses import fields, replace
@@ -8,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from decantkv.lab.processes import environment
+from decantkv.lab.processes import Workers
 from decantkv.lab.theory.measure import Plan
-from decantkv.lab.theory.workers import _ENVIRONMENT, Task, Workers, records_of, tasks_of
+from decantkv.lab.theory.workers import ENVIRONMENT, Task, hand_over, records_of, tasks_of
 from decantkv.methods import resolve
 from decantkv.scoring.window import make_window
 
@@ -28,8 +29,8 @@ def window(tokens=60, kv_heads=2, group=2, seed=0):
     )
 
 
-def workers(count, collect=lambda place, records: None, plan=PLAN):
-    return Workers(count, METHOD, plan, collect)
+def workers(count, collect=lambda place, records: None):
+    return Workers([ENVIRONMENT] * count, collect=collect)
 
 
 def test_a_packed_head_is_that_head_and_no_more():
@@ -48,16 +49,16 @@ def test_heads_come_back_as_measured_here():
     with workers(2, found.__setitem__) as pool:
         tasks = list(tasks_of(window(), METHOD))
         for task in tasks:
-            pool.take(task)
+            hand_over(pool, task, METHOD, PLAN)
     assert found == {task.place: records_of(task, METHOD, PLAN) for task in tasks}
 
 
-def test_no_more_than_twice_the_processes_wait():
+def test_no_more_heads_are_held_than_there_are_processes():
     held = []
-    with workers(1, lambda place, records: held.append(len(pool._pending))) as pool:
+    with workers(2, lambda place, records: held.append(pool.running)) as pool:
         for task in tasks_of(window(kv_heads=5), METHOD):
-            pool.take(task)
-            assert len(pool._pending) <= 2
+            hand_over(pool, task, METHOD, PLAN)
+            assert pool.running <= 2
     assert len(held) == 5
 
 
@@ -65,16 +66,32 @@ def test_a_workers_error_is_raised_and_ends_the_pool():
     task = next(tasks_of(window(), METHOD))
     start = time.monotonic()
     with pytest.raises(ValueError, match="finite"), workers(1) as pool:
-        pool.take(replace(task, win=replace(task.win, v=task.win.v * torch.nan)))
+        hand_over(pool, replace(task, win=replace(task.win, v=task.win.v * torch.nan)), METHOD, PLAN)
+    with pytest.raises(RuntimeError, match="KeyError: 'nothing'"), workers(2) as pool:
+        pool.take(0, {}.__getitem__, "nothing")
     assert time.monotonic() - start < 60
+    assert not multiprocessing.active_children()
+
+
+def stopped(pool):
+    pool.take(0, time.sleep, 60)
+    raise KeyboardInterrupt
+
+
+def test_a_worker_that_dies_and_a_parent_that_stops_leave_no_process():
+    with pytest.raises(RuntimeError, match="one ended with exit code 3"), workers(2) as pool:
+        pool.take(0, os._exit, 3)
+    with pytest.raises(KeyboardInterrupt), workers(2) as pool:
+        stopped(pool)
+    assert not multiprocessing.active_children()
 
 
 def test_workers_see_no_gpu_and_use_one_thread(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    with workers(1) as pool:
-        with environment(_ENVIRONMENT):
-            seen = [pool._pool.submit(os.getenv, name) for name in ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")]
-            devices = pool._pool.submit(torch.cuda.device_count)
-        assert [future.result() for future in seen] == ["", "1"]
-        assert devices.result() == 0
+    seen = {}
+    with workers(1, seen.__setitem__) as pool:
+        for name in ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"):
+            pool.take(name, os.getenv, name)
+        pool.take("devices", torch.cuda.device_count)
+    assert seen == {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "devices": 0}
     assert os.environ["OMP_NUM_THREADS"] == "7"

@@ -5,14 +5,10 @@ One process keeps a GPU waiting for Python much of the time; several keep it bus
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import time
-import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +18,8 @@ from transformers.utils.logging import disable_progress_bar
 from decantkv.cli.console import Console
 from decantkv.lab.eval.runner import Plan, Prompt, cache_memory
 from decantkv.lab.eval.session import Session, progress_bar
-from decantkv.lab.processes import end_with_parent, environment
+from decantkv.lab.processes import SPAWN, Workers, tell
 
-Running = dict[Connection, BaseProcess]  # each process by where its messages arrive
 AHEAD = 3  # samples a worker takes before their turn; at a run's end the others wait for them
 
 
@@ -56,13 +51,11 @@ class Shared:
         beside: number of workers on this worker's device, itself included.
         taken: number of prompts that were taken, in their order.
         loaded: a barrier at which all wait until every model is in memory.
-        tell: connection for messages to the parent process.
     """
 
     beside: int
     taken: Any
     loaded: Any
-    tell: Connection
 
     def draw(self, prompts: list[Prompt]) -> Iterator[Prompt]:
         """Yield prompts that no other worker gets."""
@@ -103,25 +96,23 @@ def run(
     session.texts()  # a broken file is told at once
     begun = time.time()
     work = Work(session, plan, out, command, begun, begun + 60 * minutes if minutes else None, memory, graphs)
-    # spawned, because a forked process must not use torch after its parent has used a GPU
-    context = multiprocessing.get_context("spawn")
-    places = _places(workers)
-    taken, loaded = context.Value("q", 0), context.Barrier(workers)
-    running: Running = {}
-    try:
-        for place in places:
-            receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(target=_work, args=(work, Shared(places.count(place), taken, loaded, sender)))
-            with environment(_environment(place, workers)):
-                process.start()
-            sender.close()
-            running[receiver] = process
-        return _listen(running, session.suite)
-    finally:
-        for started in running.values():
-            started.terminate()
-        for started in running.values():
-            started.join()
+    places, whole = _places(workers), []
+    shared = SPAWN.Value("q", 0), SPAWN.Barrier(workers)
+    with progress_bar(Console(stderr=True)) as bar:
+        task = bar.add_task(session.suite, total=None)
+
+        def hear(message: tuple[str, int]) -> None:
+            kind, cells = message
+            if kind == "cells":
+                bar.update(task, total=cells)
+            else:
+                bar.advance(task, cells)
+
+        environments = [_environment(place, workers) for place in places]
+        with Workers(environments, collect=lambda _, done: whole.append(done), hear=hear, shared=shared) as pool:
+            for place in places:
+                pool.take(place, _work, work, places.count(place))
+    return all(whole)
 
 
 def _places(workers: int) -> list[str]:
@@ -137,48 +128,9 @@ def _environment(place: str, workers: int) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": place, "OMP_NUM_THREADS": str(threads)}
 
 
-def _listen(running: Running, name: str) -> bool:
-    """Show what is done until all workers are through; True when all of it is."""
-    whole = True
-    with progress_bar(Console(stderr=True)) as bar:
-        task = bar.add_task(name, total=None)
-        left = dict(running)
-        while left:
-            ready = wait(list(left))
-            for receiver in [each for each in left if each in ready]:
-                try:
-                    kind, said = receiver.recv()
-                except EOFError:
-                    process = left.pop(receiver)
-                    process.join()
-                    if process.exitcode:
-                        raise RuntimeError(f"workers: one ended with exit code {process.exitcode}") from None
-                    continue
-                if kind == "input":
-                    raise ValueError(said)
-                if kind == "error":
-                    raise RuntimeError(f"workers: one failed\n{said}")
-                if kind == "cells":
-                    bar.update(task, total=said)
-                elif kind == "done":
-                    bar.advance(task, said)
-                else:
-                    whole = whole and bool(said)
-    return whole
-
-
-def _work(work: Work, shared: Shared) -> None:
-    """A worker's life."""
-    end_with_parent()
-    try:
-        shared.tell.send(("whole", _measure(work, shared)))
-    except ValueError as error:
-        shared.tell.send(("input", str(error)))
-    except BaseException:
-        shared.tell.send(("error", traceback.format_exc()))
-
-
-def _measure(work: Work, shared: Shared) -> bool:
+def _work(work: Work, beside: int, taken: Any, all_loaded: Any) -> bool:
+    """Measure prompts until none is left; return whether all were measured."""
+    shared = Shared(beside, taken, all_loaded)
     session = work.session
     disable_progress_bar()  # one for every worker's weights would hide the run's own
     texts, loaded = session.texts(), session.load()
@@ -186,14 +138,14 @@ def _measure(work: Work, shared: Shared) -> bool:
         loaded, texts, work.plan, work.out, command=work.command, begun=work.begun, graphs=work.graphs, ahead=AHEAD,
         memory=shared.memory(loaded[0].device, work.memory),
     )  # fmt: skip
-    shared.tell.send(("cells", opened.cells))
+    tell(("cells", opened.cells))
     deadline = None if work.end is None else time.monotonic() + work.end - time.time()
     try:
         return opened.runner.run(
             shared.draw(opened.prompts),
             opened.store,
             deadline=deadline,
-            progress=lambda cells: shared.tell.send(("done", cells)),
+            progress=lambda cells: tell(("done", cells)),
         )
     finally:
         opened.store.close()

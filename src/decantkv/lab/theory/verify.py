@@ -26,10 +26,11 @@ from transformers import PreTrainedModel
 
 from decantkv.cache.evicting_cache import cache_argument
 from decantkv.cache.watching import ObservingCache
+from decantkv.lab.processes import Workers
 from decantkv.lab.provenance import command, commit, device_name, versions
 from decantkv.lab.theory.measure import Plan, Record
 from decantkv.lab.theory.results import add, only_run, open_rows
-from decantkv.lab.theory.workers import Place, Workers, records_of, tasks_of
+from decantkv.lab.theory.workers import ENVIRONMENT, Place, hand_over, records_of, tasks_of
 from decantkv.methods import Method
 from decantkv.scoring.window import AttentionWindow
 from decantkv.selection.budget import Budget
@@ -75,7 +76,9 @@ def run(
         stack.enter_context(only_run(path))
         done = open_rows(path, header)
         layers_file = _Layers(path)
-        pool = stack.enter_context(Workers(workers, method, plan, layers_file.add)) if workers > 1 else None
+        pool = None
+        if workers > 1:
+            pool = stack.enter_context(Workers([ENVIRONMENT] * workers, collect=layers_file.add))
 
         def on_window(win: AttentionWindow) -> None:
             if win.layer_idx in done or (layers is not None and win.layer_idx not in layers):
@@ -85,7 +88,7 @@ def run(
                 if pool is None:
                     layers_file.add(task.place, records_of(task, method, plan))
                 else:
-                    pool.take(task)
+                    hand_over(pool, task, method, plan)
 
         cache = ObservingCache(model, on_window, rows=method.window)
         with torch.inference_mode():

@@ -6,27 +6,22 @@ A head's window travels as bytes through the pool's pipe, not in shared memory, 
 from __future__ import annotations
 
 import io
-import multiprocessing
-from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from decantkv.lab.processes import end_with_parent, environment
+from decantkv.lab.processes import Workers
 from decantkv.lab.theory.measure import Head, Plan, Record, measure
 from decantkv.lab.theory.rows import rows_of
 from decantkv.methods import Method
 from decantkv.scoring.window import AttentionWindow
 
-Collect = Callable[["Place", list[Record]], None]
-
 # A worker measures on one thread of the CPU: thousands of small products, which more threads or a GPU only wait for
-_ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 @dataclass(frozen=True)
@@ -95,44 +90,9 @@ def records_of(task: Task, method: Method, plan: Plan) -> list[Record]:
         return list(measure(head, plan))
 
 
-class Workers:
-    """Processes that measure heads and, as each is done, have its records collected by the one that made them.
-
-    At most twice as many heads as there are processes are held: `take` waits for one to be done. On an error what
-    has not begun is given up; a process whose parent is gone ends.
-    """
-
-    def __init__(self, count: int, method: Method, plan: Plan, collect: Collect) -> None:
-        self.count, self.method, self.plan, self.collect = count, method, plan, collect
-        # spawned, because a forked process must not use torch after its parent has used a GPU
-        context = multiprocessing.get_context("spawn")
-        self._pool = ProcessPoolExecutor(count, mp_context=context, initializer=end_with_parent)
-        self._pending: dict[Future[list[Record]], Place] = {}
-
-    def __enter__(self) -> Workers:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            if error is None:
-                self._wait_until(0)
-        finally:
-            self._pool.shutdown(cancel_futures=True)
-
-    def take(self, task: Task) -> None:
-        """Hand over a head as soon as there is room for it."""
-        self._wait_until(2 * self.count - 1)
-        with environment(_ENVIRONMENT):  # the pool starts its processes as work comes in
-            future = self._pool.submit(_work, task.place, task.pack(), self.method, self.plan)
-        self._pending[future] = task.place
-
-    def _wait_until(self, left: int) -> None:
-        """Collect finished heads until no more than `left` are in the pool."""
-        while len(self._pending) > left:
-            for future in wait(self._pending, return_when=FIRST_COMPLETED).done:
-                self.collect(self._pending.pop(future), future.result())
+def hand_over(pool: Workers, task: Task, method: Method, plan: Plan) -> None:
+    """Have a task's head measured by one of the pool's processes; the pool collects its place and records."""
+    pool.take(task.place, _work, task.place, task.pack(), method, plan)
 
 
 def _work(place: Place, data: bytes, method: Method, plan: Plan) -> list[Record]:
