@@ -116,7 +116,6 @@ def test_spans_that_were_added_are_found_anywhere():
     [
         ({"protect": ("system",)}, "chat: expected the prompt as a decantkv.Chat beside protect='system'"),
         ({"protect": ("system",), "chat": []}, "chat: expected the prompt as a decantkv.Chat"),
-        ({"protect": ("assistant",), "chat": chat(INSIDE)}, "protect: expected one of system, tools, got 'assistant'"),
         ({"chat": chat(INSIDE)}, "protect: expected 'system' or 'tools' beside chat, got neither"),
         ({"protect": ("system",), "chat": chat(INSIDE, system="")}, "a chat with a system message beside 'system'"),
         ({"protect": ("tools",), "chat": chat(INSIDE, tools=None)}, "a chat with tools beside 'tools', got one"),
@@ -136,7 +135,9 @@ def test_what_cannot_be_found_is_refused_at_the_door(options, message):
         decantkv.EvictingCache(tiny.llama(), budget=0.5, **options)
 
 
-def test_a_chat_is_a_chat():
+def test_a_chat_is_a_chat_and_a_role_a_role():
+    with pytest.raises(TypeError, match=r"protect: expected .start, stop. pairs, or system or tools, got 'assistant'"):
+        decantkv.attach(tiny.llama(), budget=0.5, protect=("assistant",), chat=chat(INSIDE))
     with pytest.raises(TypeError, match=r"chat: expected a decantkv\.Chat or a list of them, got list"):
         decantkv.attach(tiny.llama(), budget=0.5, protect=("system",), chat=[[{"role": "system", "content": "w1"}]])
 

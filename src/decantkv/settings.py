@@ -19,7 +19,7 @@ from decantkv.scoring.window import AttentionWindow
 from decantkv.selection.allocation import UNIFORM, AllocationRule, resolve_allocation
 from decantkv.selection.budget import Budget, count, fixed_spans
 from decantkv.selection.prompt_budget import PromptBudget
-from decantkv.selection.selector import Kept, Order, order, select
+from decantkv.selection.selector import Kept, Order, Rank, SelectionPlan, choose, order_by
 from decantkv.selection.tensor_parallel import Peers
 
 REHEARSED = "rehearsed"  # a method's preset under a rehearsal
@@ -164,8 +164,43 @@ class Settings:
         rows = list(zip(lengths, fixed, n_keep, strict=True))
         raised = any(self.budget.raised(length, always) for length, always, _ in rows)
         unscored = any(kept == always < length for length, always, kept in rows)
-        protect = tuple(own.protect for own in each)
-        return PromptBudget(tuple(lengths), protect, tuple(fixed), tuple(n_keep), raised, unscored)
+        plan = self.selection_plan(lengths, n_keep, fixed, [own.protect for own in each])
+        return PromptBudget(tuple(lengths), tuple(fixed), tuple(n_keep), plan, raised, unscored)
+
+    def selection_plan(
+        self,
+        lengths: Sequence[int],
+        n_keep: Sequence[int],
+        fixed: Sequence[int],
+        protect: Sequence[Sequence[Span]],
+        *,
+        shared: bool = False,
+    ) -> SelectionPlan:
+        """Return what a selection by these settings needs to know of prompts; a number or spans for each of them.
+
+        Args:
+            lengths: real tokens; n_keep: tokens that a head keeps; fixed: how many of them whatever their score.
+            protect: spans always kept.
+            shared: keep one set for all heads.
+        """
+        method = self.method
+        return SelectionPlan.check(
+            list(lengths),
+            n_keep=list(n_keep),
+            window=method.window,
+            pool=method.pool,
+            kernel_size=method.kernel_size,
+            pool_scope=method.pool_scope,
+            sinks=self.sinks,
+            protect=protect,
+            allocation=self.allocation,
+            forced_tail=self.tails(lengths, n_keep, fixed),
+            shared=shared or method.shared_by_heads,
+        )
+
+    def tails(self, lengths: Sequence[int], n_keep: Sequence[int], fixed: Sequence[int]) -> list[int]:
+        """Return how many last tokens of each prompt are always kept, beside the window; see `selection_plan`."""
+        return [self.method.tail(n, always) for n, always in zip(n_keep, fixed, strict=True)]
 
     def score(self, win: AttentionWindow) -> Tensor:
         """Return [B, H, N] float32 scores, which `choose` pools."""
@@ -204,8 +239,9 @@ class Settings:
         Raises:
             ValueError: the allocation gives heads different numbers where they must share one set.
         """
-        options = self._options(scores, win, lengths, layer, shared, n_keep, forced, budget)
-        return select(scores, **options, impl=self.impl, peers=peers)
+        plan = self._plan_of(scores, win, lengths, shared, n_keep, budget)
+        rank = self._rank(win, forced)
+        return choose(scores, plan.of_layer(*layer), rank=rank, impl=self.impl, peers=peers)
 
     def order(
         self,
@@ -220,34 +256,38 @@ class Settings:
         budget: PromptBudget | None = None,
     ) -> Order:
         """Return the keys' priorities, for a rule that spreads one budget over the layers; arguments as in `choose`."""
-        return order(scores, **self._options(scores, win, lengths, layer, shared, n_keep, forced, budget))
+        plan = self._plan_of(scores, win, lengths, shared, n_keep, budget)
+        return order_by(scores, plan.of_layer(*layer), self._rank(win, forced))
 
     def keep(self, win: AttentionWindow, *, layer: tuple[int, int] = (0, 1), shared: bool = False) -> Kept:
         """Score and select in one call."""
         return self.choose(self.score(win), win=win, layer=layer, shared=shared)
 
-    def _options(
+    def _plan_of(
         self,
         scores: Tensor,
         win: AttentionWindow | None,
         lengths: Sequence[int] | None,
-        layer: tuple[int, int],
         shared: bool,
         n_keep: Sequence[int] | None,
-        forced: Tensor | None,
         budget: PromptBudget | None,
-    ) -> dict[str, Any]:
-        method = self.method
+    ) -> SelectionPlan:
         if shared and self.allocation.ragged:
             raise must_share(self.allocation.name)
+        if budget is not None:
+            return budget.plan._replace(shared=True) if shared else budget.plan
         if lengths is None and win is not None and win.lengths is not None:
             lengths = [int(n) for n in win.lengths.tolist()]
         rows = [scores.shape[2]] * scores.shape[0] if lengths is None else list(lengths)
-        budget = None if budget is None or list(budget.lengths) != rows else budget
-        if n_keep is None:
-            n_keep = self.n_keep(rows) if budget is None else budget.n_keep
-        fixed = [self.fixed(length) for length in rows] if budget is None else budget.fixed
+        fixed = [self.fixed(length) for length in rows]
+        return self.selection_plan(rows, n_keep or self.n_keep(rows), fixed, [self.protect] * len(rows), shared=shared)
+
+    def _rank(self, win: AttentionWindow | None, forced: Tensor | None) -> Rank | None:
+        """Return the second stage of the choice, or None where there is one stage alone."""
+        method = self.method
         two_stages = type(method).rank is not Method.rank
+        if not two_stages and forced is None:
+            return None
 
         def rank(pooled: Tensor, counts: list[int]) -> Tensor:
             if win is None:
@@ -259,21 +299,7 @@ class Settings:
             largest = torch.finfo(ranked.dtype).max  # a method's first stage comes second here
             return ranked.clamp(max=largest / 2).masked_fill(first, largest)
 
-        return {
-            "n_keep": list(n_keep),
-            "window": method.window,
-            "pool": method.pool,
-            "kernel_size": method.kernel_size,
-            "pool_scope": method.pool_scope,
-            "sinks": self.sinks,
-            "protect": self.protect if budget is None else budget.protect,
-            "allocation": self.allocation,
-            "lengths": lengths,
-            "forced_tail": [method.tail(n, always) for n, always in zip(n_keep, fixed, strict=True)],
-            "layer": layer,
-            "rank": rank if two_stages or forced is not None else None,
-            "shared": shared or method.shared_by_heads,
-        }
+        return rank
 
 
 def _differ(chats: Sequence[ProtectedChat]) -> bool:

@@ -64,8 +64,8 @@ def expect_protected(argument: str, protected: object, roles: Collection[str]) -
     if isinstance(protected, str) or not isinstance(protected, Sequence):
         raise TypeError(f"{argument}: expected a list of (start, stop) pairs, got {protected!r}")
     named = [entry for entry in protected if isinstance(entry, str)]
-    for name in named:
-        expect_choice(argument, name, roles)
+    if other := [name for name in named if name not in roles]:
+        raise TypeError(f"{argument}: expected (start, stop) pairs, or {' or '.join(roles)}, got {other[0]!r}")
     return expect_spans(argument, [entry for entry in protected if not isinstance(entry, str)]), named
 
 

@@ -9,12 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
-
-from torch import Tensor
+from typing import Self
 
 from decantkv.base.options import expect_int
-from decantkv.scoring.window import AttentionWindow
 from decantkv.selection.budget import count, fixed_spans
 from decantkv.settings import Settings
 
@@ -104,16 +101,7 @@ class BlockSettings(Settings):
         blocks = -(-(max(wanted, count(always)) - tail) // self.block_size)
         return Plan(length, self.block_size, blocks, length // self.block_size)
 
-    def _options(
-        self,
-        scores: Tensor,
-        win: AttentionWindow | None,
-        lengths: Sequence[int] | None,
-        *rest: Any,
-    ) -> dict[str, Any]:
-        options = super()._options(scores, win, lengths, *rest)
-        rows = options["lengths"] or [scores.shape[2]] * scores.shape[0]
-        options["forced_tail"] = [
-            max(own, length % self.block_size) for own, length in zip(options["forced_tail"], rows, strict=True)
-        ]
-        return options
+    def tails(self, lengths: Sequence[int], n_keep: Sequence[int], fixed: Sequence[int]) -> list[int]:
+        """As `Settings.tails`; a prompt's partial block is kept."""
+        own = super().tails(lengths, n_keep, fixed)
+        return [max(tail, length % self.block_size) for tail, length in zip(own, lengths, strict=True)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from decantkv.base.options import Span
+from decantkv.selection.selector import SelectionPlan
 
 
 @dataclass(frozen=True)
@@ -13,16 +13,16 @@ class PromptBudget:
 
     Attributes:
         lengths: real tokens of each batch row.
-        protect: spans of positions of each row that are always kept, counted from its first real token.
         fixed: how many of them are kept whatever their score.
         n_keep: how many are kept in all.
+        plan: what every layer selects by.
         raised: protection kept more than the budget's share in some row.
         unscored: some row drops tokens and keeps only protected ones.
     """
 
     lengths: tuple[int, ...]
-    protect: tuple[tuple[Span, ...], ...]
     fixed: tuple[int, ...]
     n_keep: tuple[int, ...]
+    plan: SelectionPlan
     raised: bool
     unscored: bool

@@ -28,7 +28,7 @@ from decantkv.selection.budget import count, fixed_spans
 from decantkv.selection.tensor_parallel import Peers, mean_over_heads
 from decantkv.selection.topk import FILLER, bounded, highest
 
-__all__ = ["FILLER", "Kept", "Order", "order", "pool_scores", "select", "select_layers"]
+__all__ = ["FILLER", "Kept", "Order", "SelectionPlan", "order", "pool_scores", "select", "select_layers"]
 
 Rank = Callable[[Tensor, list[int]], Tensor]
 
@@ -150,31 +150,28 @@ def select(
         TypeError, ValueError: an argument out of its range, `n_keep` below what is protected, or impl="triton" for a
             selection that the kernel cannot make.
     """
-    expect_choice("impl", impl, get_args(Impl))
-    task = _Task.check(
-        scores,
-        n_keep=n_keep,
-        window=window,
-        pool=pool,
-        kernel_size=kernel_size,
-        pool_scope=pool_scope,
-        sinks=sinks,
-        protect=protect,
-        allocation=allocation,
-        lengths=lengths,
-        forced_tail=forced_tail,
-        layer=layer,
+    plan = SelectionPlan.check(
+        _rows_of(scores, lengths), n_keep=n_keep, window=window, pool=pool, kernel_size=kernel_size,
+        pool_scope=pool_scope, sinks=sinks, protect=protect, allocation=allocation, forced_tail=forced_tail,
         shared=shared,
-    )
+    )  # fmt: skip
+    expect_choice("impl", impl, get_args(Impl))
+    return choose(scores, plan.of_layer(*layer), rank=rank, impl=impl, peers=peers)
+
+
+def choose(
+    scores: Tensor, plan: SelectionPlan, *, rank: Rank | None = None, impl: Impl = "auto", peers: Peers | None = None
+) -> Kept:
+    """Choose the tokens to keep by a plan for these scores; see `select`."""
     if impl in ("auto", "triton"):
-        reason = _fused_unsupported(scores, task, rank)
+        reason = _fused_unsupported(scores, plan, rank)
         if reason is None:
-            return _select_fused(scores, task, peers)
+            return _select_fused(scores, plan, peers)
         if impl == "triton":
             raise ValueError(f"impl: expected one that can take this selection, got 'triton': {reason}")
-    chosen = _order(scores, task, rank, peers)
+    chosen = order_by(scores, plan, rank, peers)
     heads, rule = scores.shape[1], chosen.rule
-    across = None if task.shared else peers  # one set for all heads is agreed on already
+    across = None if plan.shared else peers  # one set for all heads is agreed on already
     counts = rule.head_counts(chosen.priority, chosen.n_keep, chosen.fixed, across)
     if chosen.rule.over_layers:
         raise ValueError(
@@ -223,22 +220,12 @@ def order(
 
     Under "layer" the priorities are the scores' shares of the layer's total; under "global" they are the scores.
     """
-    task = _Task.check(
-        scores,
-        n_keep=n_keep,
-        window=window,
-        pool=pool,
-        kernel_size=kernel_size,
-        pool_scope=pool_scope,
-        sinks=sinks,
-        protect=protect,
-        allocation=allocation,
-        lengths=lengths,
-        forced_tail=forced_tail,
-        layer=layer,
+    plan = SelectionPlan.check(
+        _rows_of(scores, lengths), n_keep=n_keep, window=window, pool=pool, kernel_size=kernel_size,
+        pool_scope=pool_scope, sinks=sinks, protect=protect, allocation=allocation, forced_tail=forced_tail,
         shared=shared,
-    )
-    return _order(scores, task, rank)
+    )  # fmt: skip
+    return order_by(scores, plan.of_layer(*layer), rank)
 
 
 def select_layers(orders: Sequence[Order]) -> list[Kept]:
@@ -256,104 +243,123 @@ def select_layers(orders: Sequence[Order]) -> list[Kept]:
     return kept
 
 
-class _Task(NamedTuple):
-    """The checked arguments of a selection, as numbers on the host."""
+class SelectionPlan(NamedTuple):
+    """The checked arguments of a selection, as numbers on the host: the same for all layers of a prompt.
+
+    Attributes:
+        rule: how the layer's budget is spread; shared: one set for all heads.
+        pool, kernel_size: pooling of the scores along keys; window: of the last keys, which `prefix` leaves out of it.
+        rows: real keys of each batch row.
+        spans: always-kept positions of each row; fixed: how many those are.
+        n_keep: tokens each head of a row keeps, on average over the layers.
+        tails: last keys always kept, of each row; sinks: first ones.
+        scattered: spans are protected beside window and sinks.
+    """
 
     rule: AllocationRule
     shared: bool
     pool: Pool
     kernel_size: int
-    stop: int  # keys before it are pooled
-    rows: list[int]  # real keys of each batch row
-    padded: list[int] | None  # the same, or None if nothing is padded
-    spans: list[tuple[Span, ...]]  # always-kept positions of each row
-    fixed: list[int]  # how many those are
+    window: int
+    prefix: bool
+    rows: list[int]
+    spans: list[tuple[Span, ...]]
+    fixed: list[int]
     n_keep: list[int]
-    tails: list[int]  # last keys always kept, of each row
+    tails: list[int]
     sinks: int
-    scattered: bool  # spans are protected beside window and sinks
+    scattered: bool
 
     @classmethod
     def check(
         cls,
-        scores: Tensor,
+        rows: list[int],
         *,
         n_keep: int | Sequence[int],
-        window: int,
-        pool: Pool,
-        kernel_size: int,
-        pool_scope: PoolScope,
-        sinks: int,
-        protect: Sequence[Span] | Sequence[Sequence[Span]],
-        allocation: Allocation | AllocationRule,
-        lengths: Sequence[int] | Tensor | None,
-        forced_tail: int | Sequence[int],
-        layer: tuple[int, int],
-        shared: bool,
-    ) -> _Task:
-        """Raise TypeError or ValueError for an argument out of its range."""
-        if not isinstance(scores, Tensor) or scores.dim() != 3 or not scores.is_floating_point():
-            got = list(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
-            raise ValueError(f"scores: expected a floating-point tensor [batch, KV heads, keys], got {got}")
+        window: int = 0,
+        pool: Pool = "none",
+        kernel_size: int = 1,
+        pool_scope: PoolScope = "all",
+        sinks: int = 0,
+        protect: Sequence[Span] | Sequence[Sequence[Span]] = (),
+        allocation: Allocation | AllocationRule = "uniform",
+        forced_tail: int | Sequence[int] = 0,
+        shared: bool = False,
+    ) -> SelectionPlan:
+        """Return the plan for prompts of `rows` real keys; the other arguments and the errors are those of `select`."""
         expect_int("window", window, at_least=0)
         expect_int("sinks", sinks, at_least=0)
         expect_choice("pool", pool, get_args(Pool))
         expect_choice("pool_scope", pool_scope, get_args(PoolScope))
         expect_odd("kernel_size", kernel_size)
         rule = resolve_allocation(allocation)
-        batch, _, kv_len = scores.shape
-        rows = _row_lengths(lengths, batch, kv_len)
-        forced = _per_row("forced_tail", forced_tail, batch)
+        forced = _per_row("forced_tail", forced_tail, len(rows))
         tails = [max(window, expect_int("forced_tail", n, at_least=0)) for n in forced]
-        wanted = _row_spans(protect, batch)
+        wanted = _row_spans(protect, len(rows))
         spans = [
             fixed_spans(n, window=tail, sinks=sinks, protect=own)
             for n, tail, own in zip(rows, tails, wanted, strict=True)
         ]
         fixed = [count(s) for s in spans]
-        counts = [
-            rule.layer_budget(number, always, length, *layer)
-            for number, always, length in zip(_row_counts(n_keep, rows, fixed), fixed, rows, strict=True)
-        ]
         return cls(
             rule=rule,
             shared=shared or isinstance(rule, Shared),
             pool=pool,
             kernel_size=kernel_size,
-            stop=kv_len - min(window, kv_len) if pool_scope == "prefix" else kv_len,
+            window=window,
+            prefix=pool_scope == "prefix",
             rows=rows,
-            padded=None if lengths is None else rows,
             spans=spans,
             fixed=fixed,
-            n_keep=counts,
+            n_keep=_row_counts(n_keep, rows, fixed),
             tails=tails,
             sinks=sinks,
             scattered=any(wanted),
         )
 
+    def of_layer(self, layer: int, layers: int) -> SelectionPlan:
+        """Return the plan of one of several layers, whose budgets may differ."""
+        if not self.rule.by_layer:
+            return self
+        each = zip(self.n_keep, self.fixed, self.rows, strict=True)
+        return self._replace(n_keep=[self.rule.layer_budget(*row, layer, layers) for row in each])
 
-def _order(scores: Tensor, task: _Task, rank: Rank | None, peers: Peers | None = None) -> Order:
-    scores = _finite(scores.float() if scores.dtype.itemsize < 4 else scores, task)
-    if task.shared:
+    def pooled_until(self, kv_len: int) -> int:
+        """Return the number of keys that are pooled, of `kv_len`."""
+        return kv_len - min(self.window, kv_len) if self.prefix else kv_len
+
+    def padded(self, kv_len: int) -> bool:
+        """Return whether some row has pads in front of its keys."""
+        return min(self.rows) < kv_len
+
+
+def order_by(scores: Tensor, plan: SelectionPlan, rank: Rank | None = None, peers: Peers | None = None) -> Order:
+    """Return the keys' order of keeping by a plan for these scores; see `order`."""
+    scores = _finite(scores.float() if scores.dtype.itemsize < 4 else scores, plan)
+    if plan.shared:
         scores = mean_over_heads(scores, peers)
-    pooled = pool_scores(scores, pool=task.pool, kernel_size=task.kernel_size, lengths=task.padded, stop=task.stop)
-    protected, pads = _protected(task.spans, task.rows, pooled), _pads(task.padded, pooled)
+    kv_len = scores.shape[2]
+    padded = plan.rows if plan.padded(kv_len) else None
+    pooled = pool_scores(
+        scores, pool=plan.pool, kernel_size=plan.kernel_size, lengths=padded, stop=plan.pooled_until(kv_len)
+    )
+    protected, pads = _protected(plan.spans, plan.rows, pooled), _pads(padded, pooled)
     pooled = _marked(pooled, protected, pads)
     if rank is not None:
-        ranked = rank(pooled, task.n_keep)
+        ranked = rank(pooled, plan.n_keep)
         pooled = _marked(ranked.nan_to_num(torch.finfo(ranked.dtype).min), protected, pads)
-    priority = task.rule.across_layers(pooled, task.n_keep) if task.rule.over_layers else pooled
-    return Order(priority, task.n_keep, task.fixed, task.rule)
+    priority = plan.rule.across_layers(pooled, plan.n_keep) if plan.rule.over_layers else pooled
+    return Order(priority, plan.n_keep, plan.fixed, plan.rule)
 
 
-def _fused_unsupported(scores: Tensor, task: _Task, rank: Rank | None) -> str | None:
+def _fused_unsupported(scores: Tensor, plan: SelectionPlan, rank: Rank | None) -> str | None:
     """Return None if the fused kernel can make this selection, otherwise the reason why not."""
     if not scores.is_cuda:
         return f"the scores are on {scores.device}, the kernel runs on CUDA"
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed (pip install decantkv[triton])"
-    if task.rule.ragged or task.rule.over_layers:
-        return f"the allocation {task.rule.name!r} compares heads or layers"
+    if plan.rule.ragged or plan.rule.over_layers:
+        return f"the allocation {plan.rule.name!r} compares heads or layers"
     if rank is not None:
         return "the method chooses in two stages"
     if scores.dtype != torch.float32:
@@ -361,42 +367,42 @@ def _fused_unsupported(scores: Tensor, task: _Task, rank: Rank | None) -> str | 
     return None
 
 
-def _select_fused(scores: Tensor, task: _Task, peers: Peers | None) -> Kept:
+def _select_fused(scores: Tensor, plan: SelectionPlan, peers: Peers | None) -> Kept:
     """Make the same choice in one pass of the fused kernel; the host does not wait."""
     from decantkv import kernels
 
     batch, heads, kv_len = scores.shape
-    device, most, tail = scores.device, max(task.n_keep), min(task.tails)
-    scores = mean_over_heads(_finite(scores, task), peers) if task.shared else scores
-    even = min(task.n_keep) == most
+    device, most, tail = scores.device, max(plan.n_keep), min(plan.tails)
+    scores = mean_over_heads(_finite(scores, plan), peers) if plan.shared else scores
+    even, stop = min(plan.n_keep) == most, plan.pooled_until(kv_len)
     counts = scores.new_full((batch, scores.shape[1]), most, dtype=torch.int64)
     if not even:
-        counts = to_device(task.n_keep, device)[:, None].expand_as(counts).contiguous()
+        counts = to_device(plan.n_keep, device)[:, None].expand_as(counts).contiguous()
     start = None
-    if task.padded is not None:
-        start = to_device([kv_len - n for n in task.padded], device)
+    if plan.padded(kv_len):
+        start = to_device([kv_len - n for n in plan.rows], device)
     forced = None
-    if task.scattered or max(task.tails) > tail:  # sinks and the common tail are numbers to the kernel
-        forced = _protected(task.spans, task.rows, scores)[:, 0]
+    if plan.scattered or max(plan.tails) > tail:  # sinks and the common tail are numbers to the kernel
+        forced = _protected(plan.spans, plan.rows, scores)[:, 0]
     indices = kernels.select_topk(
         scores.contiguous(),
         most,
         counts=None if even else counts,
         start=start,
-        pool="none" if task.kernel_size == 1 else task.pool,
-        kernel_size=task.kernel_size,
-        pool_stop=None if task.stop == kv_len else task.stop,
-        sinks=task.sinks,
+        pool="none" if plan.kernel_size == 1 else plan.pool,
+        kernel_size=plan.kernel_size,
+        pool_stop=None if stop == kv_len else stop,
+        sinks=plan.sinks,
         window=tail,
         forced=forced,
     )
-    return Kept(indices.expand(-1, heads, -1), counts.expand(-1, heads), tuple(task.n_keep))
+    return Kept(indices.expand(-1, heads, -1), counts.expand(-1, heads), tuple(plan.n_keep))
 
 
-def _finite(scores: Tensor, task: _Task) -> Tensor:
+def _finite(scores: Tensor, plan: SelectionPlan) -> Tensor:
     """Return the scores without NaN and infinities, small enough for pooling to add them up."""
-    parts = task.kernel_size if task.pool == "avg" else 1
-    by_share = task.rule.over_layers and task.rule.by_share  # shares are not negative
+    parts = plan.kernel_size if plan.pool == "avg" else 1
+    by_share = plan.rule.over_layers and plan.rule.by_share  # shares are not negative
     return bounded(scores, parts=parts, nan=0.0 if by_share else None)
 
 
@@ -426,7 +432,12 @@ def _row_spans(protect: object, batch: int) -> list[tuple[Span, ...]]:
     return [expect_spans("protect", spans) for spans in protect]
 
 
-def _row_lengths(lengths: Sequence[int] | Tensor | None, batch: int, kv_len: int) -> list[int]:
+def _rows_of(scores: object, lengths: Sequence[int] | Tensor | None) -> list[int]:
+    """Return the real keys of each batch row of scores [B, H, N]."""
+    if not isinstance(scores, Tensor) or scores.dim() != 3 or not scores.is_floating_point():
+        got = list(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+        raise ValueError(f"scores: expected a floating-point tensor [batch, KV heads, keys], got {got}")
+    batch, _, kv_len = scores.shape
     if lengths is None:
         return [kv_len] * batch
     rows = [int(n) for n in (lengths.tolist() if isinstance(lengths, Tensor) else lengths)]
