@@ -56,5 +56,5 @@ def test_files_concat_and_graphs_set_no_field_of_a_layer_or_store(file):
 
 def test_one_layer_reading_one_prompt_is_a_short_walk():
     steps = walk.of_a_layer()
-    assert walk.jumps(steps) <= 71
-    assert len(set(steps)) <= 114
+    assert walk.jumps(steps) <= 54
+    assert len(set(steps)) <= 80

@@ -239,9 +239,8 @@ class Settings:
         Raises:
             ValueError: the allocation gives heads different numbers where they must share one set.
         """
-        plan = self._plan_of(scores, win, lengths, shared, n_keep, budget)
-        rank = self._rank(win, forced)
-        return choose(scores, plan.of_layer(*layer), rank=rank, impl=self.impl, peers=peers)
+        plan, rank = self._planned(scores, win, lengths, layer, shared, n_keep, forced, budget)
+        return choose(scores, plan, rank=rank, impl=self.impl, peers=peers)
 
     def order(
         self,
@@ -256,50 +255,52 @@ class Settings:
         budget: PromptBudget | None = None,
     ) -> Order:
         """Return the keys' priorities, for a rule that spreads one budget over the layers; arguments as in `choose`."""
-        plan = self._plan_of(scores, win, lengths, shared, n_keep, budget)
-        return order_by(scores, plan.of_layer(*layer), self._rank(win, forced))
+        plan, rank = self._planned(scores, win, lengths, layer, shared, n_keep, forced, budget)
+        return order_by(scores, plan, rank)
 
     def keep(self, win: AttentionWindow, *, layer: tuple[int, int] = (0, 1), shared: bool = False) -> Kept:
         """Score and select in one call."""
         return self.choose(self.score(win), win=win, layer=layer, shared=shared)
 
-    def _plan_of(
+    def _planned(
         self,
         scores: Tensor,
         win: AttentionWindow | None,
         lengths: Sequence[int] | None,
+        layer: tuple[int, int],
         shared: bool,
         n_keep: Sequence[int] | None,
+        forced: Tensor | None,
         budget: PromptBudget | None,
-    ) -> SelectionPlan:
+    ) -> tuple[SelectionPlan, Rank | None]:
+        """Return the plan for these scores, and the second stage of the choice where there is one."""
         if shared and self.allocation.ragged:
             raise must_share(self.allocation.name)
         if budget is not None:
-            return budget.plan._replace(shared=True) if shared else budget.plan
-        if lengths is None and win is not None and win.lengths is not None:
-            lengths = [int(n) for n in win.lengths.tolist()]
-        rows = [scores.shape[2]] * scores.shape[0] if lengths is None else list(lengths)
-        fixed = [self.fixed(length) for length in rows]
-        return self.selection_plan(rows, n_keep or self.n_keep(rows), fixed, [self.protect] * len(rows), shared=shared)
-
-    def _rank(self, win: AttentionWindow | None, forced: Tensor | None) -> Rank | None:
-        """Return the second stage of the choice, or None where there is one stage alone."""
-        method = self.method
-        two_stages = type(method).rank is not Method.rank
-        if not two_stages and forced is None:
-            return None
+            plan = budget.plan._replace(shared=True) if shared else budget.plan
+        else:
+            if lengths is None and win is not None and win.lengths is not None:
+                lengths = [int(n) for n in win.lengths.tolist()]
+            rows = [scores.shape[2]] * scores.shape[0] if lengths is None else list(lengths)
+            fixed, protect = [self.fixed(length) for length in rows], [self.protect] * len(rows)
+            plan = self.selection_plan(rows, n_keep or self.n_keep(rows), fixed, protect, shared=shared)
+        if type(self.allocation).layer_budget is not AllocationRule.layer_budget:
+            plan = plan.of_layer(*layer)
+        two_stages = type(self.method).rank is not Method.rank
 
         def rank(pooled: Tensor, counts: list[int]) -> Tensor:
             if win is None:
-                raise TypeError(f"win: expected the attention window, which {method.name} looks at again, got None")
-            ranked = method.rank(pooled, win, counts) if two_stages else pooled
+                raise TypeError(
+                    f"win: expected the attention window, which {self.method.name} looks at again, got None"
+                )
+            ranked = self.method.rank(pooled, win, counts) if two_stages else pooled
             if forced is None:
                 return ranked
             first = forced if forced.shape[1] == ranked.shape[1] else forced.any(1, keepdim=True)
             largest = torch.finfo(ranked.dtype).max  # a method's first stage comes second here
             return ranked.clamp(max=largest / 2).masked_fill(first, largest)
 
-        return rank
+        return plan, rank if two_stages or forced is not None else None
 
 
 def _differ(chats: Sequence[ProtectedChat]) -> bool:

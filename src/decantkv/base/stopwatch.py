@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal
 
@@ -22,15 +23,22 @@ class Stopwatch:
     @contextmanager
     def measure(self, stage: Stage, device: torch.device) -> Iterator[None]:
         """Add the time until the block ends to `stage`."""
-        stop = self.start(stage, device)
+        begin = _now(device)
         try:
             yield
         finally:
-            stop()
+            self._add(stage, device, begin)
 
-    def start(self, stage: Stage, device: torch.device) -> _Stop:
+    def start(self, stage: Stage, device: torch.device) -> Callable[[], None]:
         """Start a span of `stage`; calling the result ends it."""
-        return _Stop(self._spans.setdefault(stage, []), device)
+        return functools.partial(self._add, stage, device, _now(device))
+
+    def _add(self, stage: Stage, device: torch.device, begin: float | torch.cuda.Event) -> None:
+        """Add a span that began then and ends now."""
+        spans, end = self._spans.setdefault(stage, []), _now(device)
+        spans.append(end - begin if isinstance(begin, float) and isinstance(end, float) else (begin, end))  # type: ignore[arg-type]  # both events
+        if len(spans) > SPANS:
+            _add_up(spans)
 
     def seconds(self, stage: Stage) -> float:
         """The sum over the stage's spans. On CUDA this waits for the last of them."""
@@ -44,24 +52,13 @@ class Stopwatch:
         return total
 
 
-class _Stop:
-    def __init__(self, spans: list[float | tuple[torch.cuda.Event, torch.cuda.Event]], device: torch.device) -> None:
-        self._spans, self._device = spans, device
-        if device.type == "cuda":
-            self._begin = torch.cuda.Event(enable_timing=True)
-            self._begin.record(torch.cuda.current_stream(device))
-        else:
-            self._clock = time.perf_counter()
-
-    def __call__(self) -> None:
-        if self._device.type == "cuda":
-            end = torch.cuda.Event(enable_timing=True)
-            end.record(torch.cuda.current_stream(self._device))
-            self._spans.append((self._begin, end))
-        else:
-            self._spans.append(time.perf_counter() - self._clock)
-        if len(self._spans) > SPANS:
-            _add_up(self._spans)
+def _now(device: torch.device) -> float | torch.cuda.Event:
+    """Return the time: seconds of the host's clock, or on CUDA an event of the current stream."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
 
 
 def _add_up(spans: list[float | tuple[torch.cuda.Event, torch.cuda.Event]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
 import importlib.util
@@ -37,6 +38,7 @@ def transformers_fits(version: str) -> bool:
     return at_least(version, OLDEST) and not at_least(version, BEYOND)
 
 
+@functools.cache
 def kernels_run_on(device: torch.device) -> bool:
     """Return whether the Triton kernels can run: the device is CUDA and triton is installed."""
     return device.type == "cuda" and importlib.util.find_spec("triton") is not None

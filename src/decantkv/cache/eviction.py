@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from decantkv.base.options import Need
 from decantkv.base.precision import without_autocast
 from decantkv.cache import re_eviction, token_cap
 from decantkv.cache.bounds import UNBOUNDED, Bounds
@@ -73,6 +74,11 @@ class Eviction(Policy):
         return self.settings.rows
 
     @functools.cached_property
+    def needs(self) -> frozenset[Need]:
+        """What the method looks at beyond the window's queries, the keys and the values."""
+        return self.settings.method.needs
+
+    @functools.cached_property
     def reads_ids(self) -> bool:  # type: ignore[override]
         """As `Policy.reads_ids`."""
         return bool(self.settings.chats)
@@ -80,7 +86,7 @@ class Eviction(Policy):
     @functools.cached_property
     def every_query(self) -> bool:  # type: ignore[override]
         """As `Policy.every_query`."""
-        return "queries" in self.settings.method.needs
+        return "queries" in self.needs
 
     @functools.cached_property
     def listens(self) -> bool:  # type: ignore[override]
@@ -104,7 +110,8 @@ class Eviction(Policy):
         keys, slots, device = prompt.keys, prompt.slots, prompt.keys.device
         if self.bounds.every is not None:
             self.check_stored_heads(call, prompt, "every")
-        self._check_cap(prompt)
+        if self.bounds.max_kv_tokens is not None:
+            self._check_cap(prompt, self.bounds.max_kv_tokens)
         held = seen.lengths if seen.lengths is not None else (keys.shape[2],) * keys.shape[0]
         lengths = slots.seen(held)
         budget = layer.cache.prompt_budget(self.settings, lengths)
@@ -123,7 +130,7 @@ class Eviction(Policy):
             kept = self._choose(layer, prompt, call, seen, counts, budget)
             with self.recorder.stopwatch.measure("compaction", device):
                 store = self._stored(layer, prompt, call, kept)
-                answer = self._answer(layer, call, lengths, kept.rows)
+                answer = KEPT_WHOLE if self.bounds.every is None else self._answer(layer, call, lengths, kept.rows)
                 self._hold(layer, prompt, call, store, answer, slots.origin(kept))
             kept_counts, contested = kept.counts, self.contest is not None
         if contested and self.contest is not None:
@@ -155,7 +162,8 @@ class Eviction(Policy):
         else:
             kind, announced = DENSE[self.bounds.store], layer.until_eviction()
             store = kind.from_kept(prompt.keys, prompt.values, kept, announced=announced)
-        self.check_filler(store, call.attention_class)
+        if self.attends_twice or self.read_again:
+            self.check_filler(store, call.attention_class)
         if self.rotate is not None and self.settings.method.renumbers:
             store.renumber(kept, layer.logical, self.rotate)
         return store
@@ -175,54 +183,45 @@ class Eviction(Policy):
         heads, stopwatch, device = prompt.keys.shape[1], self.recorder.stopwatch, prompt.keys.device
         with stopwatch.measure("scoring", device):
             win = window_of(
-                call, seen, self.rows, layer.layer_idx, needs=self.settings.method.needs, rotate=self.rotate,
-                hints=self._hints(prompt),
+                call, seen, self.rows, layer.layer_idx, needs=self.needs, rotate=self.rotate,
+                hints=self._hints(prompt) if self.bounds.reuse_lse else None,
             )  # fmt: skip
-            scores = self._scores(prompt, win)
+            scores = self._rehearsed(prompt.rehearsed[0], win) if prompt.rehearsed else self.settings.score(win)
         # a latent cache (MLA) stores one head for all, some models repeat heads after the cache
         shared = self.shared or call.key.shape[1] != heads
+        settings = self.settings
+        terms: dict[str, Any] = {"budget": budget}
+        if isinstance(prompt.slots, Trail):
+            settings, terms = self._terms(layer, prompt.slots, counts, budget)
+        terms |= {"win": win, "lengths": seen.lengths, "layer": layer.place, "shared": shared}
         with stopwatch.measure("selection", device):
-            kept = self._select(layer, prompt, scores, win, seen.lengths, shared, counts, budget)
+            if self.contest is None:
+                kept = settings.choose(scores, peers=self.peers, **terms)
+            else:
+                width = prompt.keys.shape[3] + prompt.values.shape[3]
+                kept = self.contest.enter(layer, settings.order(scores, **terms), width)
         if call.key.shape[1] != heads:
             kept = Kept(kept.indices[:, :1].expand(-1, heads, -1), kept.counts[:, :1].expand(-1, heads), kept.rows)
         return kept
 
-    def _scores(self, prompt: Prompt, win: AttentionWindow) -> Tensor:
-        """[B, HK, N] by the prompt's last queries, by those of a rehearsal, or by both."""
-        if not prompt.rehearsed:
-            return self.settings.score(win)
+    def _rehearsed(self, scores: Tensor, win: AttentionWindow) -> Tensor:
+        """[B, HK, N] by the queries of a rehearsal, or by these and the prompt's last ones."""
         if self.rehearsal is None or not self.rehearsal.window:
-            return prompt.rehearsed[0]
-        return self.settings.beside(prompt.rehearsed[0], self.settings.score(win), win.window)
+            return scores
+        return self.settings.beside(scores, self.settings.score(win), win.window)
 
     def _hints(self, prompt: Prompt) -> tuple[Tensor, Tensor] | None:
         """Return the output and log-sum-exp that the prompt's attention gave, or None; both cases are counted."""
-        if not self.bounds.reuse_lse:
-            return None
         if isinstance(prompt.lse, tuple):
             self.recorder.count("reused_lse")
             return prompt.lse
         self.recorder.count_reason("without_lse", prompt.lse or "the prompt came in chunks")
         return None
 
-    def _select(
-        self, layer: EvictingLayer, prompt: Prompt, scores: Tensor, win: AttentionWindow,
-        lengths: Sequence[int] | None, shared: bool, counts: list[int], budget: PromptBudget,
-    ) -> Kept:  # fmt: skip
-        settings, terms = self._terms(layer, prompt, counts, budget)
-        terms |= {"win": win, "lengths": lengths, "layer": layer.place, "shared": shared}
-        if self.contest is None:
-            return settings.choose(scores, peers=self.peers, **terms)
-        width = prompt.keys.shape[3] + prompt.values.shape[3]
-        return self.contest.enter(layer, settings.order(scores, **terms), width)
-
     def _terms(
-        self, layer: EvictingLayer, prompt: Prompt, counts: list[int], budget: PromptBudget
+        self, layer: EvictingLayer, trail: Trail, counts: list[int], budget: PromptBudget
     ) -> tuple[Settings, dict[str, Any]]:
         """The settings for what is stored, and what they cannot know of it: counts, and where protected tokens lie."""
-        trail = prompt.slots
-        if not isinstance(trail, Trail):
-            return self.settings, {"budget": budget}
         spans = self.settings.protect
         forced = trail.inside(spans, [layer.logical - n for n in trail.given]) if spans else None
         settings = dataclasses.replace(self.settings, protect=())
@@ -237,8 +236,9 @@ class Eviction(Policy):
 
     def _record(self, layer: EvictingLayer, budget: PromptBudget, counts: Tensor, bytes_before: int) -> None:
         """Write down what was kept."""
-        after = 0 if layer.store is None else layer.store.nbytes()
-        self.recorder.add(
+        store = layer.store
+        after = 0 if store is None else store.nbytes()
+        self.recorder.records.add(
             LayerRecord(layer.layer_idx, budget.lengths, counts, bytes_before, after, budget.raised, budget.unscored)
         )  # fmt: skip
 
@@ -298,11 +298,10 @@ class Eviction(Policy):
 
     # -- what cannot be evicted
 
-    def _check_cap(self, prompt: Prompt) -> None:
+    def _check_cap(self, prompt: Prompt, most: int) -> None:
         """Raise where a prompt that was to be thinned chunk by chunk came in one piece."""
-        most, chunk, length = self.bounds.max_kv_tokens, self.bounds.prefill_chunk, prompt.keys.shape[2]
-        thinned = isinstance(prompt.slots, Trail)
-        if most is not None and chunk is not None and not thinned and length > max(most, chunk):
+        chunk, length = self.bounds.prefill_chunk, prompt.keys.shape[2]
+        if chunk is not None and not isinstance(prompt.slots, Trail) and length > max(most, chunk):
             raise ValueError(
                 f"max_kv_tokens: expected a prompt in chunks of {chunk}, by generate or a loop under deferred, "
                 f"got {length} tokens at once"

@@ -274,9 +274,7 @@ class EvictingLayer(CacheLayerMixin):
 
     # -- what the attention hook calls
 
-    def attend(self, call: AttentionCall) -> Tensor | None:
-        """The attention's output where the layer computes it itself; None where the model's own attention does."""
-        return own_attention.attend(self, call)
+    attend = own_attention.attend
 
     def before_attention(self, call: AttentionCall) -> Any:
         """The call's mask, with filler slots hidden from new tokens."""
@@ -405,7 +403,7 @@ class EvictingLayer(CacheLayerMixin):
 
     def until_eviction(self, new: int = 0) -> int:
         """How many of them come before what is stored is evicted again: all, unless answers are."""
-        every, most = self.policy.bounds.every, self.announced(new)
+        every, most = self.policy.bounds.every, max(0, self.cache.expected - self.logical - new)
         return most if every is None else min(most, every + self.policy.rows)
 
     def reserve(self, new: int) -> int:

@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from decantkv.base.precision import alike, writable
-from decantkv.base.transfer import to_device
+from decantkv.base.precision import writable
+from decantkv.cache.call_window import window_of
 from decantkv.cache.phases import Answer, Evicted, Whole
 from decantkv.cache.positions import Trail
 from decantkv.cache.stores.dense import gather_kv
 from decantkv.cache.stores.store import check
 from decantkv.hf.attention_hook import CallTerms
-from decantkv.hf.model_parts import output_projection
-from decantkv.scoring.window import make_window
+from decantkv.hf.masks import PromptMask
 
 if TYPE_CHECKING:
     from decantkv.cache.eviction import Eviction
@@ -160,13 +159,12 @@ def renew(policy: Eviction, layer: EvictingLayer, call: CallTerms) -> None:
     forced = trail.inside(policy.settings.protect, starts) if policy.settings.protect else None
     if policy.bounds.protect_prompt:
         forced = trail.inside([(0, max(ends))], [0] * batch)
-    query, keys, values = alike(answer.recent, keys, values)
-    win = make_window(
-        query, keys, values, scale=call.scale, softcap=call.softcap, sink_logits=call.sink_logits,
-        lengths=None if set(held) == {stored} else to_device(held, keys.device), layer_idx=layer.layer_idx,
-        output_projection=output_projection(call.module, query, values)
-        if "W_O" in policy.settings.method.needs else None, rotate=policy.rotate,
+    seen = PromptMask(None if set(held) == {stored} else tuple(held), None)
+    win = window_of(
+        call.over(answer.recent, keys, values), seen, policy.rows, layer.layer_idx, needs=policy.needs,
+        rotate=policy.rotate,
     )  # fmt: skip
+    keys, values = win.k, win.v  # in one dtype
     kept = policy.choose_round(win, held, counts, forced)
     with policy.recorder.stopwatch.measure("compaction", keys.device):
         announced = layer.until_eviction()

@@ -77,17 +77,18 @@ class LayerRecords:
 
     def add(self, record: LayerRecord) -> None:
         """Write down one layer's eviction."""
-        self.newest.append(record)
-        self.raised, self.unscored = self.raised or record.raised, self.unscored or record.unscored
-        self.widest = max(self.widest, len(record.seen))
-        marked, device = self._marks[-1][0] if self._marks else self._settled, record.counts.device
-        if device.type == "cuda" and len(self) - marked >= SETTLED_AFTER:
-            self._marks.append((len(self), device, torch.cuda.current_stream(device).record_event()))
-        if self._marks and self._marks[0][2].query():
-            self._settle(*self._marks.pop(0)[:2])
-        while len(self.newest) > RECORDS:
-            self.forgotten_evicted += dropped(self.newest.pop(0).plain())
-            self.forgotten += 1
+        with _lock:
+            self.newest.append(record)
+            self.raised, self.unscored = self.raised or record.raised, self.unscored or record.unscored
+            self.widest = max(self.widest, len(record.seen))
+            marked, device = self._marks[-1][0] if self._marks else self._settled, record.counts.device
+            if device.type == "cuda" and len(self) - marked >= SETTLED_AFTER:
+                self._marks.append((len(self), device, torch.cuda.current_stream(device).record_event()))
+            if self._marks and self._marks[0][2].query():
+                self._settle(*self._marks.pop(0)[:2])
+            while len(self.newest) > RECORDS:
+                self.forgotten_evicted += dropped(self.newest.pop(0).plain())
+                self.forgotten += 1
 
     def _settle(self, stop: int, device: torch.device) -> None:
         """Move finished counts to the host, on a stream of their device that has nothing to wait for."""
@@ -131,11 +132,6 @@ class Recorder:
     weights: int = 0
     loaded: bool = False
     latest: weakref.ref[Any] | None = None
-
-    def add(self, record: LayerRecord) -> None:
-        """Write down one layer's eviction."""
-        with _lock:
-            self.records.add(record)
 
     def count(self, counter: Literal["rounds", "capped", "reused_lse"]) -> None:
         """Add one to a counter."""

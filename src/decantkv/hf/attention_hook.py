@@ -67,7 +67,7 @@ class CallTerms:
     """What is remembered of an attention call: no keys, no values, and no reference that keeps the model alive.
 
     Attributes:
-        scale, softcap, sink_logits: as in the call.
+        scale, softcap, sink_logits, backend: as in the call.
         mask: the mask's last row, which says what the call's last token sees.
         reference: weak reference to the module that called.
     """
@@ -75,6 +75,7 @@ class CallTerms:
     scale: float
     softcap: float | None
     sink_logits: Tensor | None
+    backend: str
     mask: Any
     reference: weakref.ref[nn.Module]
 
@@ -84,7 +85,13 @@ class CallTerms:
         mask = call.mask
         if isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[2] > 1:
             mask = mask[:, :, -1:].clone()
-        return cls(call.scale, call.softcap, call.sink_logits, mask, weakref.ref(call.module))
+        return cls(call.scale, call.softcap, call.sink_logits, call.backend, mask, weakref.ref(call.module))
+
+    def over(self, query: Tensor, key: Tensor, value: Tensor) -> AttentionCall:
+        """Return a causal call of these terms over other tensors, without a mask."""
+        return AttentionCall(
+            query, key, value, None, self.scale, self.softcap, self.sink_logits, self.backend, self.module
+        )
 
     @property
     def module(self) -> nn.Module:
@@ -166,7 +173,8 @@ def expect(listener: Listener, key: Tensor) -> None:
     Raises:
         UnsupportedModelError: the layer before it is still waiting for its own call.
     """
-    waiting = pending()
+    before: _Waiting | None = getattr(_slot, "waiting", None)
+    waiting = None if before is None else before.listener()
     if waiting is not None and waiting.cache_id == listener.cache_id and waiting.layer_idx < listener.layer_idx:
         forget()
         raise not_understood(waiting.layer_idx)

@@ -42,17 +42,15 @@ def compute(
     expect_choice("quantity", quantity, get_args(Quantity))
     expect_choice("impl", impl, get_args(Impl))
     expect_choice("reduce", reduce, get_args(Reduce))
-    chosen = _choose(quantity, win, reduce, options) if impl == "auto" else impl
-    if impl == "triton" and (reason := _triton_unsupported(quantity, win, reduce, options)):
+    chosen = impl
+    if impl == "auto":
+        fits = win.k.is_cuda and _installed("triton") and not _triton_unsupported(quantity, win, reduce, options)
+        chosen = "triton" if fits else "torch"
+    elif impl == "triton" and (reason := _triton_unsupported(quantity, win, reduce, options)):
         raise ValueError(f"impl: expected one that can take this input, got 'triton': {reason}")
     module = _module(chosen)
     scores: Tensor = getattr(module, quantity)(win, reduce=reduce, **options).to(torch.float32)
     return scores.masked_fill(scores.abs() < torch.finfo(torch.float32).tiny, 0.0) if chosen == "reference" else scores
-
-
-def _choose(quantity: Quantity, win: AttentionWindow, reduce: Reduce, options: dict[str, Any]) -> Impl:
-    on_gpu = win.k.is_cuda and _installed("triton")
-    return "triton" if on_gpu and _triton_unsupported(quantity, win, reduce, options) is None else "torch"
 
 
 def _triton_unsupported(

@@ -49,18 +49,22 @@ def perturbation(win: AttentionWindow, *, reduce: str = "sum", weigh: str = "val
     state = _fold(win, centre)
     v_top = _values_at(win, state.top) - centre
     a_rest = _rest_output(state.acc_rest, state.l_rest, centre)
-    p_top = _p_top(state)
+    below = _denominators_of(state)
+    p_top = (state.m_top > -torch.inf) / below.z
     a = p_top[..., None] * v_top + (1 - p_top)[..., None] * a_rest
     a_norm, factor = _squared_norm(a, metric), row_factor(win, a + centre, weigh)
     # Lemma 1 in its other form, p·‖a₋ⱼ − v_j‖, for the one key per row whose odds may be huge.
     cost_top = p_top.square() * _squared_norm(a_rest - v_top, metric).clamp_min(0)
     scores = torch.empty(win.k.shape[:3], dtype=torch.float32, device=win.k.device)
     for start, stop, s in _tiles(win):
-        v = _values(win, start, stop, centre)
+        v = _rows_of(win.v, start, stop, centre)
         cross = _times(a if metric is None else a @ metric, v.mT)
         distance = a_norm[..., None] + _squared_norm(v, metric)[..., None, :] - 2 * cross
-        cost = _odds(s, state).square_().mul_(distance.clamp_min_(0))
-        cost = _put(cost, start, state.top, cost_top)
+        e = s.sub_(below.m[..., None]).exp_()  # p/(1 − p) is e/(z − e): no key but the largest exceeds p = ½
+        cost = (e / (below.z[..., None] - e)).square_().mul_(distance.clamp_min_(0))
+        inside = ((state.top >= start) & (state.top < stop))[..., None]
+        place = torch.where(inside, state.top[..., None] - start, 0)
+        cost.scatter_(-1, place, torch.where(inside, cost_top[..., None], cost.gather(-1, place)))
         scores[:, :, start:stop] = _reduce(cost if power == 2 else cost.sqrt_(), reduce, factor)
     return _flush_tiny(scores)
 
@@ -91,7 +95,7 @@ def _perturbation_once(
         dominant = p_tile > 0.5  # at most one key per row
         top, p_top = torch.where(dominant, place + start, top), torch.where(dominant, p_tile, p_top)
         p.scatter_(-1, place[..., None], torch.where(dominant, 0.0, p_tile)[..., None])
-        v = _values(win, start, stop, centre)
+        v = _rows_of(win.v, start, stop, centre)
         l_rest, acc_rest = l_rest + p.sum(-1), acc_rest + _times(p, v)
         distance = a_norm[..., None] + _squared_norm(v, metric)[..., None, :] - 2 * _times(times_v, v.mT)
         cost = p.div_(1 - p).square_().mul_(distance.clamp_min_(0))
@@ -125,7 +129,8 @@ def alignment(win: AttentionWindow, *, reduce: str = "sum") -> Tensor:
         a, below = _grouped(win, win.out), _denominators(win)
     else:
         state = _fold(win)
-        p_top, below = _p_top(state)[..., None], _denominators_of(state)
+        below = _denominators_of(state)
+        p_top = ((state.m_top > -torch.inf) / below.z)[..., None]
         a = p_top * _values_at(win, state.top)
         a = a + (1 - p_top) * state.acc_rest / state.l_rest.where(state.l_rest > 0, 1.0)[..., None]
     norm = torch.linalg.vector_norm(a, dim=-1, keepdim=True)
@@ -158,10 +163,13 @@ def _centre(win: AttentionWindow) -> Tensor:
 
     ‖a − v‖² does not change when a and every v move alike, but ‖a‖² + ‖v‖² − 2⟨a, v⟩ loses what the values share.
     """
-    start = max(0, win.kv_len - CENTRE_KEYS)
+    stop = win.k.shape[2]
+    start = max(0, stop - CENTRE_KEYS)
+    v = _rows_of(win.v, start, stop)
+    if win.lengths is None:
+        return v.sum(3, keepdim=True) / (stop - start)
     real = win.real(start)[:, None, None, :, None]
-    v = _rows_of(win.v, start, win.kv_len).where(real, 0.0)
-    return v.sum(3, keepdim=True) / real.sum(3, keepdim=True)
+    return v.where(real, 0.0).sum(3, keepdim=True) / real.sum(3, keepdim=True)
 
 
 def _rest_output(acc_rest: Tensor, l_rest: Tensor, centre: Tensor) -> Tensor:
@@ -188,27 +196,20 @@ def _dtype(win: AttentionWindow) -> torch.dtype:
 
 
 def _tile_length(win: AttentionWindow) -> int:
-    rows = win.q.shape[1] * win.window
-    width = win.k.shape[3] + win.v.shape[3]
-    per_head = 2 * win.num_kv_heads * width
+    batch, heads, kv_len, head_dim = win.k.shape
+    per_head = 2 * heads * (head_dim + win.v.shape[3])
     if win.output_projection is not None:
         per_head += win.q.shape[1] * win.v.shape[3]
-    per_key = win.batch * torch.finfo(_dtype(win)).bits // 8 * (4 * rows + per_head)
-    return min(win.kv_len, max(16, scratch_bytes(win.k.device) // max(1, per_key)))
+    per_key = batch * torch.finfo(_dtype(win)).bits // 8 * (4 * win.q.shape[1] * win.q.shape[2] + per_head)
+    return min(kv_len, max(16, scratch_bytes(win.k.device) // max(1, per_key)))
 
 
-def _rows_of(x: Tensor, start: int, stop: int) -> Tensor:
-    """[B, H, N, D] to a tile [B, H, 1, T, D] in the precision of the computation."""
-    tile = x[:, :, None, start:stop]
-    return tile.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def _values(win: AttentionWindow, start: int, stop: int, centre: Tensor | float) -> Tensor:
-    """A tile of values [B, H, 1, T, Dv], relative to the centre, where 0 is none."""
-    tile = _rows_of(win.v, start, stop)
+def _rows_of(x: Tensor, start: int, stop: int, centre: Tensor | float = 0.0) -> Tensor:
+    """[B, H, N, D] to a tile [B, H, 1, T, D] in the computation's precision, relative to a centre if one is given."""
+    tile = x[:, :, None, start:stop].to(torch.promote_types(x.dtype, torch.float32))
     if not isinstance(centre, Tensor):
         return tile
-    return tile.sub_(centre) if tile.dtype != win.v.dtype else tile - centre
+    return tile.sub_(centre) if tile.dtype != x.dtype else tile - centre
 
 
 def _times(rows: Tensor, shared: Tensor) -> Tensor:
@@ -218,10 +219,10 @@ def _times(rows: Tensor, shared: Tensor) -> Tensor:
 
 def _tiles(win: AttentionWindow) -> Iterator[tuple[int, int, Tensor]]:
     """Tiles of keys with their logits [B, H, g, w, T], −inf where a row does not see a key."""
-    q = win.grouped_q().to(_dtype(win)) * win.scale
-    length = _tile_length(win)
-    for start in range(0, win.kv_len, length):
-        stop = min(start + length, win.kv_len)
+    q = _grouped(win, win.q) * win.scale
+    length, kv_len = _tile_length(win), win.k.shape[2]
+    for start in range(0, kv_len, length):
+        stop = min(start + length, kv_len)
         yield start, stop, _logits(win, q, start, stop)
 
 
@@ -234,7 +235,8 @@ def _logits(win: AttentionWindow, q: Tensor, start: int, stop: int) -> Tensor:
 
 def _grouped(win: AttentionWindow, rows: Tensor) -> Tensor:
     """[B, HQ, w, …] as [B, H, g, w, …] in the precision of the computation."""
-    return rows.reshape(win.batch, win.num_kv_heads, win.group_size, *rows.shape[2:]).to(_dtype(win))
+    batch, heads = win.k.shape[:2]
+    return rows.reshape(batch, heads, rows.shape[1] // heads, *rows.shape[2:]).to(_dtype(win))
 
 
 def _denominators(win: AttentionWindow) -> Denominators:
@@ -246,14 +248,16 @@ def _denominators(win: AttentionWindow) -> Denominators:
 
 
 def _denominators_of(state: RowState) -> Denominators:
-    return Denominators(_finite(state.m_top), 1 + _rest_over_top(state))
+    m = _finite(state.m_top)
+    over_top = state.l_rest * torch.exp(_finite(state.m_rest) - m)  # (1 − p)/p of the largest key
+    return Denominators(m, 1 + torch.where(state.l_rest > 0, over_top, 0.0))
 
 
 def _weights(
     win: AttentionWindow, below: Denominators, pool: str, kernel_size: int
 ) -> Iterator[tuple[int, int, Tensor]]:
     """Tiles of weights p [B, H, g, w, T], pooled along the keys before the window, zeros beyond their edges."""
-    q = win.grouped_q().to(_dtype(win)) * win.scale
+    q = _grouped(win, win.q) * win.scale
     m, z = below.m[..., None], below.z[..., None]
     length, edge = _tile_length(win), win.kv_len - win.window
     reach = kernel_size // 2 if pool != "none" else 0
@@ -279,7 +283,7 @@ def _fold(win: AttentionWindow, centre: Tensor | float = 0.0) -> RowState:
         s = s.scatter_(-1, top[..., None], -torch.inf)
         m_rest = s.amax(-1)
         e = torch.exp(s - _finite(m_rest)[..., None])
-        tile = RowState(m_top, top + start, m_rest, e.sum(-1), _times(e, _values(win, start, stop, centre)))
+        tile = RowState(m_top, top + start, m_rest, e.sum(-1), _times(e, _rows_of(win.v, start, stop, centre)))
         state = tile if state is None else _merge(win, state, tile, centre)
     if state is None:
         raise ValueError("k: expected at least one key, got none")
@@ -321,29 +325,6 @@ def _values_at(win: AttentionWindow, index: Tensor) -> Tensor:
     """The values [B, H, g, w, Dv] of one key per row."""
     flat = index.flatten(2)[..., None].expand(-1, -1, -1, win.v.shape[3])
     return win.v.gather(2, flat).to(_dtype(win)).view(*index.shape, win.v.shape[3])
-
-
-def _rest_over_top(state: RowState) -> Tensor:
-    """(1 − p)/p of every row's largest key: Σ over the others of exp(s − m_top)."""
-    ratio = state.l_rest * torch.exp(_finite(state.m_rest) - _finite(state.m_top))
-    return torch.where(state.l_rest > 0, ratio, 0.0)
-
-
-def _p_top(state: RowState) -> Tensor:
-    return (state.m_top > -torch.inf) / (1 + _rest_over_top(state))
-
-
-def _odds(s: Tensor, state: RowState) -> Tensor:
-    """p/(1 − p) of a tile, of no use at every row's largest key; no other key exceeds p = ½, so nothing cancels."""
-    e = torch.exp(s - _finite(state.m_top)[..., None])
-    return e / ((1 + _rest_over_top(state))[..., None] - e)
-
-
-def _put(tile: Tensor, start: int, top: Tensor, value: Tensor) -> Tensor:
-    """Write each row's `value` [B, H, g, w] at its key `top`, if the tile [B, H, g, w, T] from `start` on holds it."""
-    inside = (top >= start) & (top < start + tile.shape[-1])
-    local = torch.where(inside, top - start, 0)[..., None]
-    return tile.scatter_(-1, local, torch.where(inside[..., None], value[..., None], tile.gather(-1, local)))
 
 
 def _reduce(rows: Tensor, reduce: str, factor: Tensor | None) -> Tensor:

@@ -108,7 +108,7 @@ class AttentionWindow:
 
     def grouped_q(self) -> Tensor:
         """[B, H, g, w, D]: the queries beside the KV head they share."""
-        return self.q.reshape(self.batch, self.num_kv_heads, self.group_size, self.window, self.q.shape[3])
+        return self.q.reshape(*self.k.shape[:2], self.q.shape[1] // self.k.shape[1], *self.q.shape[2:])
 
     def last(self, rows: int) -> AttentionWindow:
         """The same call seen by its last `rows` queries alone."""
@@ -156,13 +156,14 @@ class AttentionWindow:
 
     def visible(self, start: int = 0, stop: int | None = None) -> Tensor:
         """[B or 1, 1, 1, w, stop − start] bool: which of the keys [start, stop) each row sees."""
-        stop = self.kv_len if stop is None else stop
+        kv_len, window = self.k.shape[2], self.q.shape[2]
+        stop = kv_len if stop is None else stop
         if self.mask is not None:
-            return self.mask[:, None, :, :, start:stop] & self.real(start, stop)[:, None, None, None]
-        position = torch.arange(start, stop, device=self.k.device)
-        row = torch.arange(self.kv_len - self.window, self.kv_len, device=self.k.device)
-        causal = position <= row[:, None]
-        return causal[None, None, None] & self.real(start, stop)[:, None, None, None]
+            shown = self.mask[:, None, :, :, start:stop]
+        else:
+            row = torch.arange(kv_len - window, kv_len, device=self.k.device)
+            shown = (torch.arange(start, stop, device=self.k.device) <= row[:, None])[None, None, None]
+        return shown if self.lengths is None else shown & self.real(start, stop)[:, None, None, None]
 
 
 def make_window(
@@ -214,10 +215,6 @@ def make_window(
     scale = 1.0 / math.sqrt(head_dim) if scale is None else float(scale)
     if not math.isfinite(scale):
         raise ValueError(f"scale: expected a finite number, got {scale}")
-    _check_optional("lengths", lengths, (batch,))
-    _check_optional("sink_logits", sink_logits, (q_window.shape[1],))
-    _check_optional("out", out, (*q_window.shape[:3], v.shape[3]))
-    _check_optional("lse", lse, tuple(q_window.shape[:3]))
     if softcap is not None and not 0 < softcap < math.inf:  # NaN excluded
         raise ValueError(f"softcap: expected a positive finite number or None, got {softcap}")
     if mask is not None:
@@ -226,17 +223,22 @@ def make_window(
             raise ValueError(
                 f"mask: expected bool [1 or {batch}, 1, {q_window.shape[2]}, {kv_len}], got {_describe(mask)}"
             )
-    _check_optional("queries", queries, (batch, q_window.shape[1], kv_len, head_dim))
-    if output_projection is not None:
-        width = output_projection.shape[-1] if isinstance(output_projection, Tensor) and output_projection.dim() else 0
-        _check_optional("output_projection", output_projection, (q_window.shape[1], v.shape[3], width))
     if rotate is not None and not callable(rotate):
         raise TypeError(f"rotate: expected a function (x, positions) -> x or None, got {_describe(rotate)}")
-    if row_weights is not None:
-        per_head = isinstance(row_weights, Tensor) and row_weights.dim() == 3 and row_weights.shape[1] != 1
-        heads = q_window.shape[1] if per_head else 1
-        _check_optional("row_weights", row_weights, (batch, heads, q_window.shape[2]))
-    _check_optional("stream_norm", stream_norm, (batch, q_window.shape[2]))
+    of_rows, per_head = tuple(q_window.shape[:3]), isinstance(row_weights, Tensor) and row_weights.shape[1:2] != (1,)
+    width = output_projection.shape[-1:] if isinstance(output_projection, Tensor) else (0,)
+    for name, given, shape in (
+        ("lengths", lengths, (batch,)),
+        ("sink_logits", sink_logits, of_rows[1:2]),
+        ("out", out, (*of_rows, v.shape[3])),
+        ("lse", lse, of_rows),
+        ("queries", queries, (*of_rows[:2], kv_len, head_dim)),
+        ("output_projection", output_projection, (of_rows[1], v.shape[3], *width)),
+        ("row_weights", row_weights, of_rows if per_head else (batch, 1, of_rows[2])),
+        ("stream_norm", stream_norm, (batch, of_rows[2])),
+    ):
+        if given is not None and (not isinstance(given, Tensor) or tuple(given.shape) != shape):
+            raise ValueError(f"{name}: expected a tensor {list(shape)}, got {_describe(given)}")
     extra = (out, lse, layer_idx, queries, output_projection, rotate)
     return AttentionWindow(
         q_window, k, v, scale, lengths, softcap, sink_logits, mask, *extra,
@@ -248,10 +250,3 @@ def _describe(value: object) -> str:
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     return type(value).__name__
-
-
-def _check_optional(name: str, tensor: Tensor | None, shape: tuple[int, ...]) -> None:
-    if tensor is None:
-        return
-    if not isinstance(tensor, Tensor) or tuple(tensor.shape) != shape:
-        raise ValueError(f"{name}: expected a tensor {list(shape)}, got {_describe(tensor)}")

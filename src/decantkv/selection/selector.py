@@ -88,8 +88,8 @@ def pool_scores(
     if stop == 0:
         return scores
     edge = -torch.inf if pool == "max" else 0.0
-    pads = _pads(lengths, scores)[..., :stop]
-    head = head.masked_fill(pads, edge)
+    if lengths is not None:
+        head = head.masked_fill(_pads(lengths, scores)[..., :stop], edge)
     if pool == "max":
         pooled = F.max_pool1d(head, kernel_size, stride=1, padding=kernel_size // 2)
     else:
@@ -163,7 +163,7 @@ def choose(
     scores: Tensor, plan: SelectionPlan, *, rank: Rank | None = None, impl: Impl = "auto", peers: Peers | None = None
 ) -> Kept:
     """Choose the tokens to keep by a plan for these scores; see `select`."""
-    if impl in ("auto", "triton"):
+    if impl == "triton" or (impl == "auto" and scores.is_cuda):
         reason = _fused_unsupported(scores, plan, rank)
         if reason is None:
             return _select_fused(scores, plan, peers)
@@ -254,6 +254,7 @@ class SelectionPlan(NamedTuple):
         n_keep: tokens each head of a row keeps, on average over the layers.
         tails: last keys always kept, of each row; sinks: first ones.
         scattered: spans are protected beside window and sinks.
+        parts: how many scores pooling adds up; nan: what a score that is no number becomes, None: the lowest score.
     """
 
     rule: AllocationRule
@@ -269,6 +270,8 @@ class SelectionPlan(NamedTuple):
     tails: list[int]
     sinks: int
     scattered: bool
+    parts: int
+    nan: float | None
 
     @classmethod
     def check(
@@ -315,35 +318,30 @@ class SelectionPlan(NamedTuple):
             tails=tails,
             sinks=sinks,
             scattered=any(wanted),
+            parts=kernel_size if pool == "avg" else 1,
+            nan=0.0 if rule.over_layers and rule.by_share else None,  # shares are not negative
         )
 
     def of_layer(self, layer: int, layers: int) -> SelectionPlan:
         """Return the plan of one of several layers, whose budgets may differ."""
-        if not self.rule.by_layer:
-            return self
         each = zip(self.n_keep, self.fixed, self.rows, strict=True)
         return self._replace(n_keep=[self.rule.layer_budget(*row, layer, layers) for row in each])
 
-    def pooled_until(self, kv_len: int) -> int:
-        """Return the number of keys that are pooled, of `kv_len`."""
-        return kv_len - min(self.window, kv_len) if self.prefix else kv_len
-
-    def padded(self, kv_len: int) -> bool:
-        """Return whether some row has pads in front of its keys."""
-        return min(self.rows) < kv_len
+    def over(self, kv_len: int) -> tuple[list[int] | None, int]:
+        """Return each row's real keys of `kv_len`, None where no row has pads, and how many keys are pooled."""
+        stop = max(0, kv_len - self.window) if self.prefix else kv_len
+        return self.rows if any(n < kv_len for n in self.rows) else None, stop
 
 
 def order_by(scores: Tensor, plan: SelectionPlan, rank: Rank | None = None, peers: Peers | None = None) -> Order:
     """Return the keys' order of keeping by a plan for these scores; see `order`."""
-    scores = _finite(scores.float() if scores.dtype.itemsize < 4 else scores, plan)
+    scores = bounded(scores.float() if scores.dtype.itemsize < 4 else scores, parts=plan.parts, nan=plan.nan)
     if plan.shared:
         scores = mean_over_heads(scores, peers)
-    kv_len = scores.shape[2]
-    padded = plan.rows if plan.padded(kv_len) else None
-    pooled = pool_scores(
-        scores, pool=plan.pool, kernel_size=plan.kernel_size, lengths=padded, stop=plan.pooled_until(kv_len)
-    )
-    protected, pads = _protected(plan.spans, plan.rows, pooled), _pads(padded, pooled)
+    padded, stop = plan.over(scores.shape[2])
+    pooled = pool_scores(scores, pool=plan.pool, kernel_size=plan.kernel_size, lengths=padded, stop=stop)
+    protected = _protected(plan.spans, plan.rows, pooled)
+    pads = None if padded is None else _pads(padded, pooled)
     pooled = _marked(pooled, protected, pads)
     if rank is not None:
         ranked = rank(pooled, plan.n_keep)
@@ -373,14 +371,13 @@ def _select_fused(scores: Tensor, plan: SelectionPlan, peers: Peers | None) -> K
 
     batch, heads, kv_len = scores.shape
     device, most, tail = scores.device, max(plan.n_keep), min(plan.tails)
-    scores = mean_over_heads(_finite(scores, plan), peers) if plan.shared else scores
-    even, stop = min(plan.n_keep) == most, plan.pooled_until(kv_len)
+    if plan.shared:
+        scores = mean_over_heads(bounded(scores, parts=plan.parts, nan=plan.nan), peers)
+    even, (padded, stop) = min(plan.n_keep) == most, plan.over(kv_len)
     counts = scores.new_full((batch, scores.shape[1]), most, dtype=torch.int64)
     if not even:
         counts = to_device(plan.n_keep, device)[:, None].expand_as(counts).contiguous()
-    start = None
-    if plan.padded(kv_len):
-        start = to_device([kv_len - n for n in plan.rows], device)
+    start = None if padded is None else to_device([kv_len - n for n in padded], device)
     forced = None
     if plan.scattered or max(plan.tails) > tail:  # sinks and the common tail are numbers to the kernel
         forced = _protected(plan.spans, plan.rows, scores)[:, 0]
@@ -399,16 +396,10 @@ def _select_fused(scores: Tensor, plan: SelectionPlan, peers: Peers | None) -> K
     return Kept(indices.expand(-1, heads, -1), counts.expand(-1, heads), tuple(plan.n_keep))
 
 
-def _finite(scores: Tensor, plan: SelectionPlan) -> Tensor:
-    """Return the scores without NaN and infinities, small enough for pooling to add them up."""
-    parts = plan.kernel_size if plan.pool == "avg" else 1
-    by_share = plan.rule.over_layers and plan.rule.by_share  # shares are not negative
-    return bounded(scores, parts=parts, nan=0.0 if by_share else None)
-
-
-def _marked(scores: Tensor, protected: Tensor, pads: Tensor) -> Tensor:
-    """Return finite scores with protected tokens at +inf and pads at −inf."""
-    return scores.masked_fill(protected, torch.inf).masked_fill(pads, -torch.inf)
+def _marked(scores: Tensor, protected: Tensor, pads: Tensor | None) -> Tensor:
+    """Return finite scores with protected tokens at +inf and pads, if there are any, at −inf."""
+    marked = scores.masked_fill(protected, torch.inf)
+    return marked if pads is None else marked.masked_fill_(pads, -torch.inf)
 
 
 def _per_row(argument: str, value: int | Sequence[int], batch: int) -> list[int]:
@@ -458,11 +449,9 @@ def _row_counts(n_keep: int | Sequence[int], rows: list[int], fixed: list[int]) 
     return counts
 
 
-def _pads(lengths: Sequence[int] | None, scores: Tensor) -> Tensor:
-    """Return [B or 1, 1, N] bool, True at a pad."""
+def _pads(lengths: Sequence[int], scores: Tensor) -> Tensor:
+    """Return [B, 1, N] bool, True at a pad."""
     position = torch.arange(scores.shape[2], device=scores.device)
-    if lengths is None:
-        return torch.zeros_like(position, dtype=torch.bool)[None, None]
     return position < (scores.shape[2] - to_device(lengths, scores.device))[:, None, None]
 
 

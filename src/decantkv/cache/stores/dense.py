@@ -65,11 +65,7 @@ class DenseStore:
     @classmethod
     def from_kept(cls, keys: Tensor, values: Tensor, kept: Kept, *, announced: int) -> Self:
         """The kept tokens of a prompt's keys [B, H, N, D] and values [B, H, N, Dv]."""
-        return cls._of_kept(*gather_kv(keys, values, kept.indices), kept, announced)
-
-    @classmethod
-    def _of_kept(cls, keys: Tensor, values: Tensor, kept: Kept, announced: int) -> Self:
-        store = cls.make(keys, values, announced=announced)
+        store = cls.make(*gather_kv(keys, values, kept.indices), announced=announced)
         store.valid, store.whole = valid_slots(kept), False
         return store
 
@@ -194,8 +190,8 @@ class DenseStore:
 
     def refill(self, keys: Tensor, values: Tensor, kept: Kept, *, announced: int) -> Self:
         """A store of the same kind that holds the kept tokens alone."""
-        store = self._of_kept(keys, values, kept, announced)
-        store.home = self.home
+        store = self.make(keys, values, announced=announced)
+        store.valid, store.whole, store.home = valid_slots(kept), False, self.home
         return store
 
     def renumber(self, kept: Kept, logical: int, rotate: Rotate) -> None:

@@ -18,7 +18,6 @@ from decantkv.cache.phases import Prompt
 from decantkv.cache.policy import Policy
 from decantkv.hf.attention_hook import AttentionCall, Hold
 from decantkv.hf.masks import PromptMask
-from decantkv.scoring.window import make_window
 
 OnPrompt = Callable[[int, AttentionCall, PromptMask], None]
 
@@ -47,15 +46,7 @@ class WatchedCache(DynamicCache):  # type: ignore[misc]  # transformers' caches 
     def add(self, layer_idx: int, call: AttentionCall) -> None:
         """Add the new rows' attention to the prompt."""
         rows = call.query.shape[2]
-        win = make_window(
-            call.query,
-            call.key,
-            call.value,
-            scale=call.scale,
-            softcap=call.softcap,
-            sink_logits=call.sink_logits,
-            layer_idx=layer_idx,
-        )
+        win = window_of(call, PromptMask(None, None), rows, layer_idx)
         mass = scoring.compute("attention_mass", win)[0].double()  # [H, N + answer so far]
         total = self.answer.get(layer_idx)
         self.answer[layer_idx] = mass[:, : self.prompt_len] + (0.0 if total is None else total)
