@@ -83,4 +83,4 @@ def run(device, dtypes):
 
 
 if __name__ == "__main__":
-    run("cpu", (torch.float32, torch.bfloat16))
+    run("cpu", (torch.float32, torch.bfloat16, torch.float16))

@@ -18,7 +18,7 @@ if __name__ == "__main__":
             "G": 4, "D": dim, "DV": dim, "BD": bd, "BDV": bd, "CAPPED": False, "p_start": None, "PRECISION": precision,
         }  # fmt: skip
         cut, rows = columns.tiles(size, bd, device), outputs.output_blocks(size, bd, device)
-        held = {"HELD": cut.held, "PASSING": cut.passing, "HEADS": 4, "MAX": False}
+        held = {"HELD": cut.held, "PASSING": cut.passing, "HEADS": 4, "MAX": False, "DOMINANT": columns.DOMINANT}
         types = {
             **WORDS, "p_top": "*i32",
             **dict.fromkeys(("p_factor", "p_centre", "p_vnorm", "p_vshift", "p_ptop", "p_out"), "*fp32"),

@@ -21,8 +21,8 @@ from decantkv.kernels.plan import device_of, precision_of
 from decantkv.kernels.primitives import LOG2E, TINY, dot, logit_factors, to_logits2
 from decantkv.kernels.weigh import norm_kernel, output_metric
 
-# Up to this weight a 16-bit output is good to 1 % of the cost; at most one key of a row weighs more.
-_DOMINANT = tl.constexpr(0.9)
+# Up to this weight an output is good to 1 % of the cost, in 32 and in 16 bits; at most one key of a row weighs more.
+DOMINANT, DOMINANT_ROUNDED = 0.9, 0.75
 CENTRE_KEYS = 64  # whose values' mean is a head's centre
 
 
@@ -127,6 +127,7 @@ def column_costs(
     # keys that every row sees, and those of which some rows see nothing
     whole = (n_keys - window + 1) // cut.held
     logit_scale, cap2 = logit_factors(scale, softcap)
+    dominant = DOMINANT if out is None or out.dtype == torch.float32 else DOMINANT_ROUNDED
     room = -window % cut.passing
     if room:
         q, turned = F.pad(q, (0, 0, 0, room)), turned if turned is None else F.pad(turned, (0, 0, 0, room))
@@ -142,7 +143,7 @@ def column_costs(
                 *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], heads,
                 G=group, HEADS=per_program, D=k.shape[3], DV=v.shape[3], BD=padded_dim(k.shape[3]),
                 BDV=padded_dim(v.shape[3]), HELD=cut.held, PASSING=cut.passing, MASKED=masked, MAX=reduce == "max",
-                CAPPED=softcap is not None, PRECISION=precision_of(k.dtype, device),
+                CAPPED=softcap is not None, DOMINANT=dominant, PRECISION=precision_of(k.dtype, device),
                 num_warps=cut.warps, num_stages=cut.stages,
             )  # fmt: skip
     scores = part.sum(2) / group if reduce == "sum" else part.amax(2)
@@ -201,7 +202,10 @@ def _turned(
     unit = torch.ones_like(norm)
     if dtype != torch.float32:
         unit = torch.ldexp(unit, torch.frexp(turned.abs().amax(-1)).exponent)
-        turned = (turned / unit[..., None]).half()
+        rounded = (turned / unit[..., None]).half()
+        # with what was rounded off put into the norm, an error e of `turned` moves a cost by e·(a − v), not by e·v
+        norm += 2 * ((rounded.float() * unit[..., None] - turned) * out).sum(-1)
+        turned = rounded
     return turned.contiguous(), Rows(lse2, factor, norm, unit)
 
 
@@ -232,7 +236,7 @@ def columns_kernel(
     p_start, first, n_keys, window, room, scale, cap2, sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, heads,
     G: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
     HELD: tl.constexpr, PASSING: tl.constexpr, MASKED: tl.constexpr, MAX: tl.constexpr, CAPPED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    DOMINANT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of keys from number `first` on, B·H·G/HEADS): [B, H, G/HEADS, N] float32.
 
@@ -255,13 +259,15 @@ def columns_kernel(
         b_centre = tl.load(p_centre + i_bh.to(tl.int64) * DV + dv, mask=dv < DV, other=0.0)
         b_v = tl.load(p_vn, mask=m_n[:, None] & m_dv, other=0.0).to(tl.float32) - b_centre[None, :]
         v_unit = 1.0
-        v_norm = tl.sum(b_v * b_v, 1)
         if p_turned.dtype.element_ty == tl.float32:
             b_vt = tl.trans(b_v)
         else:  # a power of two that makes the tile fit float16
             v_most = tl.max(tl.max(tl.abs(b_v), 1), 0)
             v_unit = tl.exp2(tl.ceil(tl.log2(tl.maximum(v_most, 1e-30))))
-            b_vt = tl.trans((b_v / v_unit).to(tl.float16))  # [BDV, HELD]
+            b_v = (b_v / v_unit).to(tl.float16)
+            b_vt = tl.trans(b_v)  # [BDV, HELD]
+            b_v = b_v.to(tl.float32) * v_unit
+        v_norm = tl.sum(b_v * b_v, 1)
     low = 0
     if MASKED:
         low = tl.maximum(n0 - (n_keys - window), 0) // PASSING * PASSING
@@ -288,14 +294,14 @@ def columns_kernel(
             if p_turned is None:
                 cost = p
             else:
-                if tl.max(tl.max(p, 1), 0) > _DOMINANT:
-                    dominant = (p > _DOMINANT) & ((n >= begin) & m_n)[None, :]
+                if tl.max(tl.max(p, 1), 0) > DOMINANT:
+                    dominant = (p > DOMINANT) & ((n >= begin) & m_n)[None, :]
                     top = tl.max(tl.where(dominant, n[None, :], -1), 1)
                     p_row = tl.minimum(tl.max(tl.where(dominant, p, 0.0), 1), 1.0)
                     o_top = i_bq * window + i
                     tl.store(p_top + o_top, top, mask=top >= 0)
                     tl.store(p_ptop + o_top, p_row, mask=top >= 0)
-                    p = tl.where(p > _DOMINANT, 0.0, p)
+                    p = tl.where(p > DOMINANT, 0.0, p)
                 b_turned = tl.load(p_turned + (o_rows + i0) * DV + o_turned, mask=m_dv, other=0.0)
                 cross = dot(b_turned, b_vt, PRECISION)
                 norm, unit = tl.load(p_norm + o_rows + i), tl.load(p_unit + o_rows + i) * (-2.0 * v_unit)
