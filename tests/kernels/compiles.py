@@ -147,7 +147,7 @@ def kernels(name, rows, g, dim, dtype, pads, page):
     pulling = {**of_a, "RW": padded_dim(dim), "POOL": score.MAX_POOL, "KERNEL": 7, "FIRST": 4}
     yield "pull", partial(compiled, pull.pull_kernel, target, dtype, pulling, **options)
     cut = norm_blocks(itemsize)
-    norms = {"G": g, "DV": dim, "BDV": padded_dim(dim), "BE": cut.rows, "BN": cut.keys,
+    norms = {"G": g, "DV": dim, "HALF": max(16, padded_dim(dim) // 2), "BN": cut.keys,
              "PRECISION": shared["PRECISION"], "PAGE": page}  # fmt: skip
     if not page:
         norms |= {"p_table": None, "p_lengths": None}
@@ -179,6 +179,8 @@ def others(name):
     merging = {**rows, **dense, "VALUES": True, "RW": 128, "METRIC": True}
     yield "merge behind W_O", compiled(attend.merge_kernel, target, "bf16", merging, warps=4)
     merging = {**rows, "VALUES": True, "RW": 128, "METRIC": False, "p_metric": None, "PAGE": 16}
+    squaring = {"DV": 128, "BDV": 128, "WIDTH": weigh.METRIC_WIDTH, "BE": weigh.METRIC_BLOCK, "PRECISION": "tf32"}
+    yield "metric", compiled(weigh.metric_kernel, target, "bf16", squaring, warps=8, stages=2)
     yield "merge, paged", compiled(attend.merge_kernel, target, "bf16", merging, warps=4)
     summing = {"W": 8, "CHUNK": 4, "PADDED": True, "BN": CHUNK_BLOCK, "PAGE": 0, "p_lengths": None}
     yield "chunk sum", compiled(pull.chunk_sum_kernel, target, "bf16", summing, warps=4)

@@ -122,8 +122,8 @@ def score_blocks(
 
 
 def norm_blocks(itemsize: int) -> Blocks:
-    """Blocks of the norms behind W_O; `rows` are columns of M, which every program reads in full."""
-    return Blocks(16, 32 if itemsize == 4 else 64, 8, 1)
+    """Blocks of the norms behind W_O; no rows take part."""
+    return Blocks(0, 16, 8, 1) if itemsize == 4 else Blocks(0, 64, 4, 3)
 
 
 def split_keys(n_keys: int, groups: int, block: int, device: Device, *, per_processor: int = 2) -> tuple[int, int]:

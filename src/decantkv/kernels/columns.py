@@ -14,12 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from decantkv.kernels.blocks import Device, norm_blocks, padded_dim
+from decantkv.kernels.blocks import Device, padded_dim
 from decantkv.kernels.launcher import on_device
 from decantkv.kernels.outputs import outputs
 from decantkv.kernels.plan import device_of, precision_of
 from decantkv.kernels.primitives import LOG2E, TINY, dot, logit_factors, to_logits2
-from decantkv.kernels.weigh import norm_kernel, output_metric
+from decantkv.kernels.weigh import norm_cut, norm_kernel, output_metric
 
 # Up to this weight an output is good to 1 % of the cost, in 32 and in 16 bits; at most one key of a row weighs more.
 DOMINANT, DOMINANT_ROUNDED = 0.9, 0.75
@@ -163,14 +163,14 @@ def _behind_projection(v: Tensor, output_projection: Tensor) -> tuple[Tensor, Te
     """W_O·W_Oᵀ of each query head [HQ, Dv, Dv], and v·W_O·W_Oᵀ·vᵀ [B, HQ, N], float32."""
     (batch, heads, n_keys, v_dim), num_heads = v.shape, output_projection.shape[0]
     metric, unit = output_metric(output_projection, heads)
-    group, cut, device = num_heads // heads, norm_blocks(v.dtype.itemsize), device_of(v.device)
+    group, device = num_heads // heads, device_of(v.device)
+    cut = norm_cut(v.dtype.itemsize, v_dim, n_keys, batch * num_heads, device)
     norm = torch.empty(batch, num_heads, n_keys, dtype=torch.float32, device=v.device)
-    bdv = padded_dim(v_dim)
     with on_device(v.device):
-        norm_kernel[(triton.cdiv(n_keys, cut.keys), batch * num_heads)](
-            v, metric, norm, None, None, n_keys, *v.stride()[:3], 0, heads, G=group, DV=v_dim, BDV=bdv,
-            BE=min(cut.rows, bdv), BN=cut.keys, PRECISION=precision_of(v.dtype, device), PAGE=0,
-            num_warps=cut.warps, num_stages=cut.stages,
+        norm_kernel[(cut.splits, batch * num_heads)](
+            v, metric, norm, None, None, n_keys, cut.keys_per_split, *v.stride()[:3], 0, heads, G=group, DV=v_dim,
+            HALF=cut.half, BN=cut.blocks.keys, PRECISION=precision_of(v.dtype, device), PAGE=0,
+            num_warps=cut.blocks.warps, num_stages=cut.blocks.stages,
         )  # fmt: skip
     each = unit.repeat_interleave(group)
     return metric * each[:, None, None], norm.mul_(each[:, None])

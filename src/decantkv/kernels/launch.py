@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from decantkv.kernels.attend import attend_kernel, merge_kernel
-from decantkv.kernels.blocks import norm_blocks, padded_dim, padded_rows, power_of_two, row_tile
+from decantkv.kernels.blocks import padded_dim, padded_rows, power_of_two, row_tile
 from decantkv.kernels.launcher import Launch, address, aligned, current_stream, on_device
 from decantkv.kernels.plan import Plan, device_of, plan, precision_of
 from decantkv.kernels.primitives import logit_factors
@@ -29,7 +29,7 @@ from decantkv.kernels.score import (
     join_tiles_kernel,
     score_kernel,
 )
-from decantkv.kernels.weigh import norm_kernel, output_metric
+from decantkv.kernels.weigh import NormCut, norm_cut, norm_kernel, output_metric
 
 QUANTITIES = {"perturbation": PERTURBATION, "attention_mass": MASS, "alignment": ALIGNMENT, "chunk_alignment": PULL}
 ROW_POOLS = {"none": NO_POOL, "max": MAX_POOL, "avg": AVG_POOL}
@@ -102,7 +102,7 @@ class Prepared:
     join_tiles: Launch
     chunk_sum: Launch
     norm: Launch
-    norm_keys: int
+    norm_cut: NormCut
 
     @property
     def last(self) -> Launch:
@@ -230,7 +230,7 @@ def prepare(
         "G": group, "W": window, "DV": v_dim, "ROWS": rows, "BDV": bdv,
         "BS": power_of_two(splits), "CHUNK": min(MERGE_CHUNK, power_of_two(splits)), "SINK": sink,
     }  # fmt: skip
-    norms = norm_blocks(k.element_size())
+    norms = norm_cut(k.element_size(), v_dim, n_keys, batch * q.shape[1], device)
     a_options = {"warps": chosen.attend.warps, "stages": chosen.attend.stages}
     return Prepared(
         plan=chosen,
@@ -284,13 +284,10 @@ def prepare(
         ),
         norm=Launch(
             norm_kernel,
-            {
-                "G": group, "DV": v_dim, "BDV": bdv, "BE": min(norms.rows, bdv), "BN": norms.keys,
-                "PRECISION": precision, **paging,
-            },
-            warps=norms.warps, stages=norms.stages,
+            {"G": group, "DV": v_dim, "HALF": norms.half, "BN": norms.blocks.keys, "PRECISION": precision, **paging},
+            warps=norms.blocks.warps, stages=norms.blocks.stages,
         ),
-        norm_keys=norms.keys,
+        norm_cut=norms,
     )  # fmt: skip
 
 
@@ -362,8 +359,10 @@ def _run(
         parts = scratch[: p.groups * splits * width].view(p.groups, splits, width)
         torch.sum(parts, 1, out=scratch[p.part_words :].view(p.groups, -1)[:, :width])
     if metric is not None:
-        blocks = (-(-n_keys // p.norm_keys), batch * q.shape[1], 1)
-        p.norm(blocks, stream, p_v, p_metric, p_norm, p_table, p_lengths, n_keys, *strides_v, s_table, heads)
+        p.norm(
+            (p.norm_cut.splits, batch * q.shape[1], 1), stream, p_v, p_metric, p_norm, p_table, p_lengths,
+            n_keys, p.norm_cut.keys_per_split, *strides_v, s_table, heads,
+        )  # fmt: skip
     p.score(
         (splits * p.tiles, p.groups, 1), stream,
         p_q, p_k, p_v, p_v if p_out is None else p_out, p_lse, p_rows, p_tokens, p_part, p_start,
