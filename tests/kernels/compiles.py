@@ -19,14 +19,14 @@ from decantkv.kernels import attend, move, pull, score, select, weigh
 from decantkv.kernels.blocks import (
     Device,
     attend_blocks,
-    norm_blocks,
     padded_dim,
     padded_rows,
     power_of_two,
     row_tile,
     score_blocks,
 )
-from decantkv.kernels.launch import CHUNK_BLOCK, Task
+from decantkv.kernels.launch import CHUNK_BLOCK, JOIN_BLOCK, Task
+from decantkv.kernels.weigh import norm_cut
 
 TARGETS = {
     "sm80": (GPUTarget("cuda", 80, 32), Device("cuda", 108, 166912)),
@@ -50,6 +50,9 @@ ALLOWED_STACK = {
     # Hopper's one-pass kernel on the default shape trades this much stack (bytes a thread) for 10 % of its time
     ("sm90", "one pass", "bf16", 128): 96,
     ("sm90", "one pass", "bf16", 96): 96,
+    # 16 rows of a wide head: without a spill in eight warps, which take a third longer
+    ("sm90", "attend", "bf16", 256): 16,
+    ("sm90", "score", "bf16", 256): 8,
     # with left pads, and without
     ("sm100", "score", "bf16", 96): 24,
     ("sm100", "attend", "bf16", 64): 8,
@@ -66,7 +69,7 @@ TASKS = {
 }
 FULL = (
     {}, {"rows": 64, "g": 1}, {"rows": 128}, {"dim": 256}, {"dtype": "fp16"}, {"dtype": "fp32"},
-    {"dim": 96, "pads": True}, {"dim": 64}, {"rows": 16, "g": 1},
+    {"dim": 96, "pads": True}, {"dim": 64}, {"rows": 16, "g": 1}, {"rows": 16, "g": 2, "dim": 256},
 )  # fmt: skip
 
 
@@ -137,31 +140,50 @@ def kernels(name, rows, g, dim, dtype, pads, page):
         shared |= {"p_table": None, "p_lengths": None}
     cut = attend_blocks(rows, dim, dim, itemsize, device, bf16=bf16)
     options = {"warps": cut.warps, "stages": cut.stages}
-    of_a = {**shared, "BM": cut.rows, "BN": cut.keys}
-    attending = {**of_a, "ROWS_FIRST": cut.rows_first}
+    attending = {**shared, "BM": cut.rows, "BN": cut.keys, "ROWS_FIRST": cut.rows_first}
     for values in (True, False):
         yield (
             "attend" if values else "attend, no values",
             partial(compiled, attend.attend_kernel, target, dtype, {**attending, "VALUES": values}, **options),
         )
-    pulling = {**of_a, "RW": padded_dim(dim), "POOL": score.MAX_POOL, "KERNEL": 7, "FIRST": 4}
+    cut = attend_blocks(rows, dim, dim, itemsize, device, bf16=bf16, keys_first=True)
+    options = {"warps": cut.warps, "stages": cut.stages}
+    pulling = {
+        **shared,
+        "BM": cut.rows,
+        "BN": cut.keys,
+        "RW": padded_dim(dim),
+        "POOL": score.MAX_POOL,
+        "KERNEL": 7,
+        "FIRST": 4,
+    }
     yield "pull", partial(compiled, pull.pull_kernel, target, dtype, pulling, **options)
-    cut = norm_blocks(itemsize)
-    norms = {"G": g, "DV": dim, "HALF": max(16, padded_dim(dim) // 2), "BN": cut.keys,
-             "PRECISION": shared["PRECISION"], "PAGE": page}  # fmt: skip
+    norms = norm_cut(itemsize, dim, 4096, 32, device)
+    options = {"warps": norms.blocks.warps, "stages": norms.blocks.stages}
+    norms = {
+        "G": g,
+        "DV": dim,
+        "BN": norms.blocks.keys,
+        **norms.constants,
+        "PRECISION": shared["PRECISION"],
+        "PAGE": page,
+    }
     if not page:
         norms |= {"p_table": None, "p_lengths": None}
-    yield "norms", partial(compiled, weigh.norm_kernel, target, dtype, norms, warps=cut.warps, stages=cut.stages)
+    yield "norms", partial(compiled, weigh.norm_kernel, target, dtype, norms, **options)
     for what, task in TASKS.items():
         one_pass = what == "one pass"
         if one_pass and (held > tile or page):
             continue
         more = task.holds_more(dim, itemsize)
-        cut = score_blocks(rows, dim, dim, itemsize, device, bf16=bf16, one_pass=one_pass, more=more)
+        cut = score_blocks(
+            rows, dim, dim, itemsize, device, bf16=bf16, one_pass=one_pass, more=more, projected=task.projected
+        )
         constants = {
             **shared, "BM": cut.rows, "BN": cut.keys, "RW": 0 if task.kind == score.MASS else padded_dim(dim),
             "QUANTITY": task.kind, "MAX": task.reduce == "max", "POOL": task.pool, "KERNEL": task.kernel_size,
-            "ONE_PASS": one_pass, "A_PARTS": 1 if one_pass or dtype == "fp32" else 2, "APART": cut.apart,
+            "ONE_PASS": one_pass, "A_PARTS": 1 if one_pass or dtype == "fp32" else 2,
+            "APART": cut.apart and held > cut.rows,
         }  # fmt: skip
         if what != "output":
             constants |= {"p_norm": None, "p_unit": None}
@@ -176,6 +198,8 @@ def others(name):
     dense = {"PAGE": 0, "p_table": None}
     merging = {**rows, **dense, "VALUES": True, "RW": 128, "METRIC": False, "p_metric": None}
     yield "merge", compiled(attend.merge_kernel, target, "bf16", merging, warps=4)
+    joining = {"TILES": 4, "G": 4, "MAX": False, "BN": JOIN_BLOCK}
+    yield "join tiles", compiled(score.join_tiles_kernel, target, "bf16", joining, warps=4)
     merging = {**rows, **dense, "VALUES": True, "RW": 128, "METRIC": True}
     yield "merge behind W_O", compiled(attend.merge_kernel, target, "bf16", merging, warps=4)
     merging = {**rows, "VALUES": True, "RW": 128, "METRIC": False, "p_metric": None, "PAGE": 16}

@@ -17,13 +17,14 @@ import triton
 import triton.language as tl
 
 from decantkv.kernels.primitives import (
+    dot,
+    finished,
     finite,
     key_offset,
     keys_of,
     page_of,
-    per_dim,
+    per_column,
     per_row,
-    products,
     to_logits2,
     weighted_sum,
 )
@@ -36,12 +37,12 @@ _HEADROOM = tl.constexpr(100.0)  # a weight stays below 2^100 of the reference, 
 
 
 @triton.jit
-def row_sums(weight, e):
-    """Return Σ over keys [BM] of weights [BW, BM], one per row or per element, and [BN, BM]."""
-    if weight.shape[0] == e.shape[0]:
-        return tl.sum(weight + e, 0)
+def row_sums(weight, e, ROWS_FIRST: tl.constexpr):
+    """Return Σ over keys [BM] of what `weight` holds and of a tile's weights."""
+    if ROWS_FIRST:
+        return tl.sum(weight, 1) + tl.sum(e, 1)
     else:
-        return tl.sum(weight, 0) + tl.sum(e, 0)
+        return tl.sum(weight + e, 0)
 
 
 @triton.jit
@@ -57,10 +58,10 @@ def attend_split(
 ):  # fmt: skip
     """One split of keys for BM rows: the softmax state of all keys but the dominant one, which is named beside it.
 
-    With ROWS_FIRST the rows are the dots' rows: weights stay in registers between both dots, and sums over keys are
-    nearly free, so that `weight` holds one number per row instead of one per element.
+    With ROWS_FIRST the rows are the dots' rows, and a tile is [BM, BN] instead of [BN, BM]: weights stay in registers
+    between both dots, and sums over keys are nearly free, so that `weight` holds one number per row, not per element.
     """
-    BW: tl.constexpr = 1 if ROWS_FIRST else BN
+    KEYS: tl.constexpr = 1 if ROWS_FIRST else 0  # the axis
     i_b = (i_bh // H).to(tl.int64)
     i_h = i_bh % H
     r = i_tile * BM + tl.arange(0, BM)
@@ -91,7 +92,8 @@ def attend_split(
     bar = tl.full([BM], float("-inf"), tl.float32)  # log2 of the running total when last looked at
     s_top = tl.full([BM], float("-inf"), tl.float32)
     top = tl.full([BM], -1, tl.int32)
-    weight = tl.zeros([BW, BM], tl.float32)
+    p_part += (i_bh * n_splits + i_split).to(tl.int64) * (ROWS * ((BDV if VALUES else 0) + 4))
+    weight = tl.zeros([BM, 1] if ROWS_FIRST else [BN, BM], tl.float32)
     acc = tl.zeros([BM, BDV] if ROWS_FIRST else [BDV, BM], tl.float32)
     for t in range(0, tl.cdiv(tl.maximum(hi - lo, 0), BN)):
         n0 = lo + t * BN
@@ -108,60 +110,67 @@ def attend_split(
         b_k = tl.load(p_kn, mask=m_n[:, None] & (d < D)[None, :], other=0.0)
         if VALUES:
             b_v = tl.load(p_vn, mask=m_n[:, None] & (dv < DV)[None, :], other=0.0)
-        s = to_logits2(products(b_k, b_q, ROWS_FIRST, PRECISION), scale, cap2, CAPPED)  # [BN, BM]
-        s = tl.where(m_n[:, None] & (n[:, None] <= last_seen[None, :]), s, float("-inf"))
-        if tl.max(tl.max((s > bar[None, :]).to(tl.int32), 1), 0) > 0:
-            s_max = tl.max(s, 0)
+        s = dot(b_q, tl.trans(b_k), PRECISION) if ROWS_FIRST else dot(b_k, tl.trans(b_q), PRECISION)
+        s = to_logits2(s, scale, cap2, CAPPED)
+        if (n0 + BN > hi) | (n0 + BN > n_keys - W + 1):  # rows that fill up a tile are left to the merge
+            seen = per_column(m_n, ROWS_FIRST) & (per_column(n, ROWS_FIRST) <= per_row(last_seen, ROWS_FIRST))
+            s = tl.where(seen, s, float("-inf"))
+        if ROWS_FIRST:
+            s_max = tl.max(s, 1)
+            closer = tl.max((s_max > bar).to(tl.int32), 0) > 0
+        else:
+            closer = tl.max(tl.max((s > bar[None, :]).to(tl.int32), 1), 0) > 0
+        if closer:
+            if not ROWS_FIRST:
+                s_max = tl.max(s, 0)
             m_new = tl.maximum(m, s_max)
             ref = finite(m_new)
-            total = row_sums(weight * tl.exp2(m - ref)[None, :], tl.exp2(s - ref[None, :])) + tl.exp2(s_top - ref)
+            e = tl.exp2(s - per_row(ref, ROWS_FIRST))
+            total = row_sums(weight * per_row(tl.exp2(m - ref), ROWS_FIRST), e, ROWS_FIRST) + tl.exp2(s_top - ref)
             if VALUES:
                 dominant = (s_max > s_top) & (tl.exp2(s_max - ref) > _DOMINANT * total)
                 if tl.max(dominant.to(tl.int32), 0) > 0:
-                    found = tl.min(tl.where(s == s_max[None, :], n[:, None], _NO_INDEX), 0)
-                    s = tl.where(dominant[None, :] & (n[:, None] == found[None, :]), float("-inf"), s)
+                    i_n = per_column(n, ROWS_FIRST)
+                    found = tl.min(tl.where(s == per_row(s_max, ROWS_FIRST), i_n, _NO_INDEX), KEYS)
+                    here = per_row(dominant, ROWS_FIRST) & (i_n == per_row(found, ROWS_FIRST))
+                    s = tl.where(here, float("-inf"), s)
                     back = dominant & (top >= 0)  # the key it displaces joins the sums
                     s_back = tl.where(back, s_top, float("-inf"))
-                    m_new = tl.maximum(tl.maximum(m, tl.max(s, 0)), s_back)
+                    m_new = tl.maximum(tl.maximum(m, tl.max(s, KEYS)), s_back)
                     ref = finite(m_new)
                     e_back = tl.exp2(s_back - ref)
                     i_back = tl.where(back, top, 0)
                     p_back = p_v + key_offset(i_back, page_of(i_back, back, p_table, PAGE), svb, svn, PAGE)
-                    m_back = per_row(back, ROWS_FIRST) & per_dim(dv < DV, ROWS_FIRST)
-                    b_back = tl.load(per_row(p_back, ROWS_FIRST) + per_dim(dv, ROWS_FIRST), mask=m_back, other=0.0)
-                    decay = tl.exp2(m - ref)
-                    if (
-                        ROWS_FIRST
-                    ):  # a dot as well: in any other layout the values would make every dot of the loop wait
-                        here = tl.arange(0, BM)
-                        e_diagonal = tl.where(here[:, None] == here[None, :], e_back[None, :], 0.0)
-                        acc = weighted_sum(acc * decay[:, None], b_back, e_diagonal, ROWS_FIRST, PARTS, PRECISION)
-                    else:
-                        acc = acc * decay[None, :] + e_back[None, :] * b_back.to(tl.float32)
-                    once = tl.where(tl.arange(0, BW) == 0, 1.0, 0.0)[:, None]
-                    weight = weight * decay[None, :] + once * e_back[None, :]
+                    m_back = per_row(back, ROWS_FIRST) & per_column(dv < DV, ROWS_FIRST)
+                    b_back = tl.load(per_row(p_back, ROWS_FIRST) + per_column(dv, ROWS_FIRST), mask=m_back, other=0.0)
+                    decay = per_row(tl.exp2(m - ref), ROWS_FIRST)
+                    acc = acc * decay + per_row(e_back, ROWS_FIRST) * b_back.to(tl.float32)
+                    once = e_back[:, None] if ROWS_FIRST else tl.where(j == 0, 1.0, 0.0)[:, None] * e_back[None, :]
+                    weight = weight * decay + once
                     m = m_new
                     s_top = tl.where(dominant, s_max, s_top)
                     top = tl.where(dominant, found, top)
-                    total = row_sums(weight, tl.exp2(s - ref[None, :])) + tl.exp2(s_top - ref)
-            decay = tl.exp2(m - ref)
+                    e = tl.exp2(s - per_row(ref, ROWS_FIRST))
+                    total = row_sums(weight, e, ROWS_FIRST) + tl.exp2(s_top - ref)
+            decay = per_row(tl.exp2(m - ref), ROWS_FIRST)
             if VALUES:
-                acc = acc * per_row(decay, ROWS_FIRST)
-            weight = weight * decay[None, :]
+                acc = acc * decay
+            weight = weight * decay
             m = m_new
             known = (m > float("-inf")) & (total > 0)
             bar = tl.where(known, m + tl.minimum(tl.log2(tl.where(known, total, 1.0)), _HEADROOM), float("-inf"))
-        e = tl.exp2(s - finite(m)[None, :])
-        weight += tl.sum(e, 0)[None, :] if ROWS_FIRST else e
+        e = tl.exp2(s - per_row(finite(m), ROWS_FIRST))
+        weight += tl.sum(e, 1)[:, None] if ROWS_FIRST else e
         if VALUES:
             acc = weighted_sum(acc, b_v, e, ROWS_FIRST, PARTS, PRECISION)
+            if ROWS_FIRST:
+                acc = finished(acc, PRECISION)
 
-    p_part += (i_bh * n_splits + i_split).to(tl.int64) * (ROWS * ((BDV if VALUES else 0) + 4))
     if VALUES:
-        tl.store(p_part + per_row(r, ROWS_FIRST) * BDV + per_dim(dv, ROWS_FIRST), acc)
+        tl.store(p_part + per_row(r, ROWS_FIRST) * BDV + per_column(dv, ROWS_FIRST), acc)
         p_part += ROWS * BDV
     tl.store(p_part + r, m)
-    tl.store(p_part + ROWS + r, tl.sum(weight, 0))
+    tl.store(p_part + ROWS + r, tl.sum(weight, KEYS))
     tl.store(p_part + 2 * ROWS + r, s_top)
     tl.store(p_part + 3 * ROWS + r, top.to(tl.float32, bitcast=True))
 
@@ -248,6 +257,7 @@ def merge_row(
         s_top = tl.max(tops, 0)
         winner = tl.min(tl.where((tops == s_top) & (tops > float("-inf")), i_s, BS), 0)
         top = tl.max(tl.where(i_s == winner, bits, -1), 0)
+        top = tl.where(i_row < G * W, top, -1)
         joins = tl.where(i_s == winner, float("-inf"), tops)  # the other splits' dominant keys join the sums
         m = tl.maximum(m, tl.max(joins, 0))
     weight = tl.sum(ls * tl.exp2(ms - finite(m)), 0)
@@ -308,8 +318,10 @@ def merge_row(
         tl.store(p_words + 2 * ROWS, (e_top / z_safe) * (e_top / z_safe) * distance)
         m = m_all
         weight = z
-    # a row that sees no key has weights 0 everywhere
-    lse2 = tl.where(weight > 0, finite(m) + tl.log2(tl.where(weight > 0, weight, 1.0)), float("inf"))
+    # a row that sees no key, or only fills up a tile, has weights 0 everywhere
+    lse2 = tl.where(
+        (weight > 0) & (i_row < G * W), finite(m) + tl.log2(tl.where(weight > 0, weight, 1.0)), float("inf")
+    )
     tl.store(p_words, lse2)
 
 

@@ -80,18 +80,26 @@ def _fit(rows: int, keys: int, row_bytes: int, key_bytes: int, warps: int, stage
     return Blocks(rows, keys, warps, stages)
 
 
-def attend_blocks(rows: int, dim: int, v_dim: int, itemsize: int, device: Device, *, bf16: bool = True) -> Blocks:
-    """Blocks of kernel A, for `rows` = g·w rows a KV head."""
+def attend_blocks(
+    rows: int, dim: int, v_dim: int, itemsize: int, device: Device, *, bf16: bool = True, keys_first: bool = False
+) -> Blocks:
+    """Blocks of kernel A, for `rows` = g·w rows a KV head; `keys_first` where its blocks serve another kernel too."""
     tile = row_tile(dim, v_dim, itemsize, device)
     block = min(padded_rows(rows, tile), tile)
     bd, bdv = padded_dim(dim), padded_dim(v_dim)
+    wide, hopper = max(bd, bdv) > 128, bf16 and itemsize == 2 and device.warpgroups
+    keys, warps, stages = 32, 8, 3
     if itemsize == 4:
-        keys, warps = 16, 8
-    elif block > 32 or max(bd, bdv) > 128 or not bf16 or not device.warpgroups:
-        keys, warps = 32, 8
-    else:
+        keys = 16
+    elif hopper and not keys_first:
+        if block > 32:
+            return Blocks(block, 64, 4, 2, rows_first=True)
         keys, warps = 64, 4
-    return _fit(block, keys, (bd + 2 * bdv) * itemsize, (bd + bdv) * itemsize, warps, 3, device)
+        if wide and block > 16:
+            warps, stages = 8, 2
+    elif hopper and block <= 32 and not wide:
+        keys, warps = 64, 4
+    return _fit(block, keys, (bd + 2 * bdv) * itemsize, (bd + bdv) * itemsize, warps, stages, device)
 
 
 def score_blocks(
@@ -104,26 +112,40 @@ def score_blocks(
     bf16: bool = True,
     one_pass: bool = False,
     more: bool = False,
+    projected: bool = False,
 ) -> Blocks:
-    """Blocks of kernel B; `more` where its last step holds more registers than the default one."""
+    """Blocks of kernel B.
+
+    Args:
+        more: its last step holds more registers than the default one.
+        projected: it measures behind W_O.
+    """
     tile = row_tile(dim, v_dim, itemsize, device)
     block = min(padded_rows(rows, tile), tile)
     bd, bdv = padded_dim(dim), padded_dim(v_dim)
-    narrow = more or itemsize == 4 or max(bd, bdv) > 128 or rows > tile
+    wide, hopper = max(bd, bdv) > 128, bf16 and itemsize == 2 and device.warpgroups
+    if hopper and not more and not one_pass and (wide or block > 32 or projected):
+        return Blocks(block, 64, 4, 3 if wide and block <= 16 and not projected else 2, apart=True)
+    narrow = more or projected or itemsize == 4 or wide or rows > tile
     narrow = narrow or (one_pass and (block > 32 or not bf16 or not device.warpgroups))
     row_bytes = (bd + 2 * bdv) * itemsize * (2 if rows > tile else 1)
     warps = 4 if block <= 32 and not narrow else 8
     keys = 32 if narrow else 64
-    if more and (itemsize == 4 or max(bd, bdv) > 128):
+    if (more or projected) and (itemsize == 4 or wide):
         keys = 16
     if rows > tile and not device.warpgroups:
         keys = 16
     return _fit(block, keys, row_bytes, (bd + bdv) * itemsize, warps, 3, device)
 
 
+def merge_warps(splits: int) -> int:
+    """Warps of a program that joins a row's splits: few, so that all rows run at once."""
+    return max(1, min(4, power_of_two(splits) // 16))
+
+
 def norm_blocks(itemsize: int) -> Blocks:
     """Blocks of the norms behind W_O; no rows take part."""
-    return Blocks(0, 16, 8, 1) if itemsize == 4 else Blocks(0, 64, 4, 3)
+    return Blocks(0, 32, 8, 1) if itemsize == 4 else Blocks(0, 64, 4, 3)
 
 
 def split_keys(n_keys: int, groups: int, block: int, device: Device, *, per_processor: int = 2) -> tuple[int, int]:

@@ -169,7 +169,7 @@ def _behind_projection(v: Tensor, output_projection: Tensor) -> tuple[Tensor, Te
     with on_device(v.device):
         norm_kernel[(cut.splits, batch * num_heads)](
             v, metric, norm, None, None, n_keys, cut.keys_per_split, *v.stride()[:3], 0, heads, G=group, DV=v_dim,
-            HALF=cut.half, BN=cut.blocks.keys, PRECISION=precision_of(v.dtype, device), PAGE=0,
+            BN=cut.blocks.keys, **cut.constants, PRECISION=precision_of(v.dtype, device), PAGE=0,
             num_warps=cut.blocks.warps, num_stages=cut.blocks.stages,
         )  # fmt: skip
     each = unit.repeat_interleave(group)

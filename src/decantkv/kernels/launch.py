@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from decantkv.kernels.attend import attend_kernel, merge_kernel
-from decantkv.kernels.blocks import padded_dim, padded_rows, power_of_two, row_tile
+from decantkv.kernels.blocks import merge_warps, padded_dim, padded_rows, power_of_two, row_tile
 from decantkv.kernels.launcher import Launch, address, aligned, current_stream, on_device
 from decantkv.kernels.plan import Plan, device_of, plan, precision_of
 from decantkv.kernels.primitives import logit_factors
@@ -74,7 +74,7 @@ class Task(NamedTuple):
 
     def holds_more(self, dim: int, itemsize: int) -> bool:
         """Return whether kernel B's last step needs more registers than for DropKV's own score."""
-        if self.projected or self.pool != NO_POOL:
+        if self.pool != NO_POOL:
             return True
         return self.kind in (ALIGNMENT, PULL) and (itemsize == 4 or padded_dim(dim) > 128)
 
@@ -206,7 +206,10 @@ def prepare(
     # beyond one row tile the rescue of dominant keys has no registers left: the kernels then make their own output
     one_pass = hints and (kind == MASS or rows <= tile)
     more = task.holds_more(max(dim, v_dim), k.element_size())
-    chosen = plan_ or plan(group * window, dim, v_dim, k.dtype, n_keys, groups, device, one_pass=one_pass, more=more)
+    chosen = plan_ or plan(
+        group * window, dim, v_dim, k.dtype, n_keys, groups, device, one_pass=one_pass and kind != MASS, more=more,
+        projected=task.projected, keys_first=kind == PULL,
+    )  # fmt: skip
     splits = chosen.splits
     factor, cap2 = logit_factors(scale, softcap)
     row_width = 0 if kind == MASS else bdv
@@ -251,7 +254,7 @@ def prepare(
         merge=Launch(
             merge_kernel,
             {**merging, "VALUES": values, **width, "METRIC": kind == OUTPUT_PERTURBATION, **paging},
-            warps=4,
+            warps=merge_warps(splits),
         ),
         pull=Launch(
             pull_kernel, {**a_blocks, **width, **modes, **pooling, "FIRST": task.chunk, **numbers}, **a_options
@@ -284,7 +287,9 @@ def prepare(
         ),
         norm=Launch(
             norm_kernel,
-            {"G": group, "DV": v_dim, "HALF": norms.half, "BN": norms.blocks.keys, "PRECISION": precision, **paging},
+            {
+                "G": group, "DV": v_dim, "BN": norms.blocks.keys, **norms.constants, "PRECISION": precision, **paging,
+            },
             warps=norms.blocks.warps, stages=norms.blocks.stages,
         ),
         norm_cut=norms,

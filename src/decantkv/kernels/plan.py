@@ -8,7 +8,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from decantkv.kernels.blocks import Blocks, Device, attend_blocks, padded_rows, score_blocks, split_keys
+from decantkv.kernels.blocks import (
+    Blocks,
+    Device,
+    attend_blocks,
+    padded_dim,
+    padded_rows,
+    score_blocks,
+    split_keys,
+)
 from decantkv.kernels.primitives import INTERPRETED
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -39,14 +47,18 @@ def device_of(device: torch.device) -> Device:
 @functools.lru_cache(maxsize=1024)
 def plan(
     rows: int, dim: int, v_dim: int, dtype: torch.dtype, n_keys: int, groups: int, device: Device, *,
-    one_pass: bool = False, more: bool = False,
+    one_pass: bool = False, more: bool = False, projected: bool = False, keys_first: bool = False,
 ) -> Plan:  # fmt: skip
-    """Blocks and splits for `rows` = g·w rows, `groups` = B·H; `more` as in `score_blocks`."""
+    """Blocks and splits for `rows` = g·w rows, `groups` = B·H; the rest as in `attend_blocks` and `score_blocks`."""
     bf16 = dtype == torch.bfloat16
-    a = attend_blocks(rows, dim, v_dim, dtype.itemsize, device, bf16=bf16)
-    b = score_blocks(rows, dim, v_dim, dtype.itemsize, device, bf16=bf16, one_pass=one_pass, more=more)
+    a = attend_blocks(rows, dim, v_dim, dtype.itemsize, device, bf16=bf16, keys_first=keys_first)
+    b = score_blocks(
+        rows, dim, v_dim, dtype.itemsize, device, bf16=bf16, one_pass=one_pass, more=more, projected=projected
+    )
     tiles = padded_rows(rows, a.rows) // a.rows
-    keys, splits = split_keys(n_keys, groups * tiles, max(a.keys, b.keys), device)
+    # wide tiles fill a multiprocessor's shared memory
+    alone = bf16 and device.warpgroups and max(padded_dim(dim), padded_dim(v_dim)) > 128
+    keys, splits = split_keys(n_keys, groups * tiles, max(a.keys, b.keys), device, per_processor=1 if alone else 2)
     return Plan(a, b, keys, splits)
 
 

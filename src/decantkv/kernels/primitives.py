@@ -35,12 +35,27 @@ def dot(a, b, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def products(b_n, b_m, ROWS_FIRST: tl.constexpr, PRECISION: tl.constexpr):
-    """x·y [BN, BM] of keys [BN, D] with rows [BM, D]; ROWS_FIRST: rows are the dot's rows, the result is turned."""
-    if ROWS_FIRST:
-        return tl.trans(dot(b_m, tl.trans(b_n), PRECISION))
+def inverse(x, PRECISION: tl.constexpr):
+    """1/x to float32's last digit; no care for subnormal numbers, which costs four instructions elsewhere."""
+    if PRECISION == "ieee":  # not an NVIDIA GPU
+        return 1.0 / x
     else:
-        return dot(b_n, tl.trans(b_m), PRECISION)
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def finished(acc, PRECISION: tl.constexpr):
+    """The sums of a dot that has ended.
+
+    Triton leaves a loop's last dot running until its next turn. Where a branch of that turn changes the sums, ptxas
+    then makes every dot of the loop wait for the one before.
+    """
+    if PRECISION == "ieee":  # not an NVIDIA GPU
+        return acc
+    else:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [acc], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
@@ -95,33 +110,34 @@ def normal_or_zero(x):
 
 @triton.jit
 def per_row(x, ROWS_FIRST: tl.constexpr):
-    """One number per row [BM], shaped to go with an accumulator [BM, BDV] or, without ROWS_FIRST, [BDV, BM]."""
+    """One number per row, shaped to go with [BM, …] or, without ROWS_FIRST, […, BM]."""
     return x[:, None] if ROWS_FIRST else x[None, :]
 
 
 @triton.jit
-def per_dim(x, ROWS_FIRST: tl.constexpr):
-    """One number per dimension of a value [BDV], shaped to go with an accumulator."""
+def per_column(x, ROWS_FIRST: tl.constexpr):
+    """One number per key, or per dimension of a value, shaped to go with [BM, …] or, without ROWS_FIRST, […, BM]."""
     return x[None, :] if ROWS_FIRST else x[:, None]
 
 
 @triton.jit
 def value_sums(acc, b_v, e, ROWS_FIRST: tl.constexpr, PRECISION: tl.constexpr):
-    """The accumulator plus Σ over keys of weights e [BN, BM] times v [BN, BDV], both of one dtype."""
+    """The accumulator plus Σ over keys of weights e [BN, BM] times v [BN, BDV]; e is [BM, BN] with ROWS_FIRST."""
     if ROWS_FIRST:
-        return acc + dot(tl.trans(e), b_v, PRECISION)
+        return acc + dot(e, b_v, PRECISION)
     else:
         return acc + dot(tl.trans(b_v), e, PRECISION)
 
 
 @triton.jit
 def weighted_sum(acc, b_v, e, ROWS_FIRST: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr):
-    """The accumulator plus Σ over a tile's keys of their float32 weights e [BN, BM] times v [BN, BDV]."""
+    """The accumulator plus Σ over a tile's keys of their float32 weights e times v, as `value_sums`."""
     if PARTS == 2:
-        # bf16 weights as two parts: 16 bits of weight at the price of one more dot
-        e_hi = e.to(b_v.dtype)
-        acc = value_sums(acc, b_v, e_hi, ROWS_FIRST, PRECISION)
-        return value_sums(acc, b_v, (e - e_hi.to(tl.float32)).to(b_v.dtype), ROWS_FIRST, PRECISION)
+        # bf16 weights as two parts: 16 bits of weight at the price of one more dot. The first is cut, not rounded: a
+        # conversion back to float32 takes as long as an exponential.
+        e_hi = (e.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+        acc = value_sums(acc, b_v, e_hi.to(b_v.dtype), ROWS_FIRST, PRECISION)
+        return value_sums(acc, b_v, (e - e_hi).to(b_v.dtype), ROWS_FIRST, PRECISION)
     else:
         # float16 weights would lose a flat row's tail to underflow; tf32 holds float16 values exactly
         return value_sums(acc, b_v.to(tl.float32), e, ROWS_FIRST, PRECISION)

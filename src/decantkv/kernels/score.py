@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from decantkv.kernels.primitives import dot, key_offset, keys_of, normal_or_zero, page_of, to_logits2
+from decantkv.kernels.primitives import dot, inverse, key_offset, keys_of, normal_or_zero, page_of, to_logits2
 
 PERTURBATION = 0  # DropKV's cost [p/(1−p)·‖a−v‖]²
 MASS = 1  # SnapKV's weight p
@@ -20,6 +20,7 @@ ALIGNMENT = 2  # AnDPro's p·⟨v, a⟩/‖a‖
 PULL = 3  # AnDPro's p̃·⟨v, u⟩, u = Σ p̃ v as `pull` makes it
 OUTPUT_PERTURBATION = 4  # [p/(1−p)·‖(a−v)·W_O‖]²
 NO_POOL, MAX_POOL, AVG_POOL = 0, 1, 2  # of each row's weights, along the keys before the window
+_PERTURBATION = tl.constexpr(PERTURBATION)
 _MASS = tl.constexpr(MASS)
 _ALIGNMENT = tl.constexpr(ALIGNMENT)
 _PULL = tl.constexpr(PULL)
@@ -72,10 +73,10 @@ def cross_products(b_v, a_hi, a_lo, A_PARTS: tl.constexpr, PRECISION: tl.constex
 
 
 @triton.jit
-def perturbations(p, v_norm, cross, a_norm):
+def perturbations(p, v_norm, cross, a_norm, PRECISION: tl.constexpr):
     """[p/(1−p)·‖a−v‖]² [BN, BM], of use where p is no more than about 0.9: dominant keys are paid for apart."""
     distance = tl.maximum(a_norm[None, :] + v_norm - 2.0 * cross, 0.0)
-    odds = p / (1.0 - p)
+    odds = p * inverse(1.0 - p, PRECISION)
     return odds * (odds * distance)  # this order neither overflows nor underflows before the result does
 
 
@@ -99,7 +100,7 @@ def projected_norms(
 
 @triton.jit
 def costs(
-    n, p, b_v, m_n, i_tile, i_bh, p_norm, n_keys, last_seen, a_hi, a_lo, a_norm, top, top_cost,
+    n, p, b_v, m_n, i_tile, i_bh, p_norm, n_keys, last_seen, a_hi, a_lo, a_norm,
     G: tl.constexpr, W: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
     QUANTITY: tl.constexpr, MAX: tl.constexpr, A_PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -116,8 +117,20 @@ def costs(
             v_norm = projected_norms(n, m_n, i_tile, i_bh, p_norm, n_keys, G, W, BN, BM)
         else:
             v_norm = squared_norms(b_v)
-        cost = perturbations(p, v_norm, cross_products(b_v, a_hi, a_lo, A_PARTS, PRECISION), a_norm)
-        return tl.where(n[:, None] == top[None, :], top_cost[None, :], cost)
+        return perturbations(p, v_norm, cross_products(b_v, a_hi, a_lo, A_PARTS, PRECISION), a_norm, PRECISION)
+
+
+@triton.jit
+def visible(n, p, last_seen, m_real, top):
+    """The weights p, 0 where a row does not see a key, and at its dominant key, whose cost is known."""
+    return tl.where((n[:, None] <= last_seen[None, :]) & m_real[:, None] & (n[:, None] != top[None, :]), p, 0.0)
+
+
+@triton.jit
+def with_top(total, n, top, top_cost, MAX: tl.constexpr):
+    """The keys' totals [BN] joined with the costs of the rows' dominant keys."""
+    cost = tl.where(n[:, None] == top[None, :], top_cost[None, :], 0.0)
+    return tl.maximum(total, tl.max(cost, 1)) if MAX else total + tl.sum(cost, 1)
 
 
 @triton.jit
@@ -198,6 +211,7 @@ def score_split(
     """
     SINGLE: tl.constexpr = (ROWS == BM) | APART
     RESCUE: tl.constexpr = ONE_PASS and QUANTITY != _MASS
+    HAS_TOP: tl.constexpr = ((QUANTITY == _PERTURBATION) | (QUANTITY == _OUTPUT)) and not ONE_PASS
     SIGNED: tl.constexpr = (QUANTITY == _ALIGNMENT) | (QUANTITY == _PULL)
     i_b = (i_bh // H).to(tl.int64)
     i_h = i_bh % H
@@ -228,6 +242,8 @@ def score_split(
             i_tile, i_bh, p_q, p_out, p_lse, p_rows, n_row, sqb, sqh, sqw, sob, soh, sow,
             H, G, W, D, DV, ROWS, BM, BD, BDV, RW, QUANTITY, ONE_PASS, A_PARTS,
         )  # fmt: skip
+        mine = (top >= lo) & (top < hi)
+        first_top, last_top = tl.min(tl.where(mine, top, hi), 0), tl.max(tl.where(mine, top, -1), 0)
     if RESCUE:
         acc = tl.zeros([BDV, BM], tl.float32)
         mass = tl.zeros([BN, BM], tl.float32)
@@ -239,6 +255,10 @@ def score_split(
         n = n0 + j
         m_n = n < hi
         m_real = m_n & (n >= start)
+        ragged = (n0 + BN > n_row - W + 1) | (n0 < start)  # some row does not see some key
+        near_top = False
+        if SINGLE and HAS_TOP:
+            near_top = (n0 <= last_top) & (n0 + BN > first_top)
         # [BN, BD], [BN, BDV]
         if PAGE == 0:
             p_kn = p_k + n0.to(tl.int64) * skn + o_k
@@ -256,7 +276,8 @@ def score_split(
         if SINGLE:
             if POOL == _NO_POOL:
                 p = weights(b_k, b_q, lse2, scale, cap2, CAPPED, PRECISION)
-                p = tl.where((n[:, None] <= last_seen[None, :]) & m_real[:, None], p, 0.0)
+                if ragged | near_top:
+                    p = visible(n, p, last_seen, m_real, top)
             else:
                 p = pooled_weights(
                     n, p_k, p_table, start, n_row, b_q, last_seen, lse2, scale, cap2, skb, skn,
@@ -267,7 +288,7 @@ def score_split(
                 hot = tl.where(p > _DOMINANT, n[:, None], hot)
                 p = tl.where(p > _DOMINANT, 0.0, p)
                 cross = cross_products(b_v, a_hi, a_lo, A_PARTS, PRECISION)
-                cost = perturbations(p, squared_norms(b_v), cross, a_norm)
+                cost = perturbations(p, squared_norms(b_v), cross, a_norm, PRECISION)
                 if PARTS == 2:
                     b_p = p.to(b_v.dtype)
                     acc += dot(tl.trans(b_v), b_p, PRECISION)
@@ -277,10 +298,12 @@ def score_split(
                     mass += p
             else:
                 cost = costs(
-                    n, p, b_v, m_n, i_tile, i_bh, p_norm, n_keys, last_seen, a_hi, a_lo, a_norm, top, top_cost,
+                    n, p, b_v, m_n, i_tile, i_bh, p_norm, n_keys, last_seen, a_hi, a_lo, a_norm,
                     G, W, BN, BM, QUANTITY, MAX, A_PARTS, PRECISION,
                 )  # fmt: skip
             total = tl.max(cost, 1) if MAX else tl.sum(cost, 1)
+            if near_top:
+                total = with_top(total, n, top, top_cost, MAX)
         else:
             total = tl.full([BN], float("-inf") if MAX and SIGNED else 0.0, tl.float32)
             for i_part in range(0, ROWS // BM):
@@ -290,7 +313,7 @@ def score_split(
                 )  # fmt: skip
                 if POOL == _NO_POOL:
                     p = weights(b_k, q_t, lse2_t, scale, cap2, CAPPED, PRECISION)
-                    p = tl.where((n[:, None] <= last_t[None, :]) & m_real[:, None], p, 0.0)
+                    p = visible(n, p, last_t, m_real, top_t)
                 else:
                     p = pooled_weights(
                         n, p_k, p_table, start, n_row, q_t, last_t, lse2_t, scale, cap2, skb, skn,
@@ -298,21 +321,20 @@ def score_split(
                     )  # fmt: skip
                     p = tl.where(m_real[:, None], p, 0.0)
                 cost = costs(
-                    n, p, b_v, m_n, i_part, i_bh, p_norm, n_keys, last_t, hi_t, lo_t, norm_t, top_t, top_cost_t,
+                    n, p, b_v, m_n, i_part, i_bh, p_norm, n_keys, last_t, hi_t, lo_t, norm_t,
                     G, W, BN, BM, QUANTITY, MAX, A_PARTS, PRECISION,
                 )  # fmt: skip
                 if MAX:
                     total = tl.maximum(total, tl.max(cost, 1))
                 else:
                     total += tl.sum(cost, 1)
-        if APART:
-            tl.store(p_score + n, total, mask=m_n)
-        else:
-            if not MAX:
-                total = total / G
-            if QUANTITY == _OUTPUT:
-                total *= tl.load(p_unit + i_h)  # what M is held relative to
-            tl.store(p_score + n, normal_or_zero(total), mask=m_n)
+                if HAS_TOP:
+                    total = with_top(total, n, top_t, top_cost_t, MAX)
+        if QUANTITY == _OUTPUT:
+            total *= tl.load(p_unit + i_h)  # what M is held relative to
+        if not APART:
+            total = normal_or_zero(total if MAX else total / G)
+        tl.store(p_score + n, total, mask=m_n)
 
     if PAGE != 0:  # behind a row's end nothing may be chosen
         for n0 in range(tl.maximum(lo, n_row), tl.minimum(lo + keys_per_split, n_keys), BN):

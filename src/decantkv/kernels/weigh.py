@@ -49,18 +49,21 @@ def output_metric(output_projection: Tensor, heads: int) -> tuple[Tensor, Tensor
 
 
 class NormCut(NamedTuple):
-    """How the norms' kernel is cut: blocks, keys per split, splits, and the width of half of a value."""
+    """How the norms' kernel is cut: blocks, keys per split, splits, and the constants HALF, BLOCKS and TOGETHER."""
 
     blocks: Blocks
     keys_per_split: int
     splits: int
-    half: int
+    constants: dict[str, int | bool]
 
 
 def norm_cut(itemsize: int, v_dim: int, n_keys: int, num_heads: int, device: Device) -> NormCut:
-    """Return the cut for `num_heads` = B·HQ; a program keeps M while the keys of its split pass."""
-    blocks = norm_blocks(itemsize)
-    return NormCut(blocks, *split_keys(n_keys, num_heads, blocks.keys, device), max(16, padded_dim(v_dim) // 2))
+    """Return the cut for `num_heads` = B·HQ; a program keeps M, or a block of it, while the keys of its split pass."""
+    blocks, width = norm_blocks(itemsize), max(32, padded_dim(v_dim))
+    together = itemsize == 2 and width <= 128
+    half = width // 2 if together else 32 if itemsize == 4 else 64
+    constants = {"HALF": half, "BLOCKS": width // half, "TOGETHER": together}
+    return NormCut(blocks, *split_keys(n_keys, num_heads, blocks.keys, device), constants)
 
 
 @triton.jit(do_not_specialize=["width"])
@@ -103,21 +106,42 @@ def behind(b_v, m_hi, m_lo, PRECISION: tl.constexpr):
     return b_vm
 
 
+@triton.jit
+def norms_of_block(
+    p_v, p_m, p_norm, p_table, lo, hi, n_row, svb, svn, ROW: tl.constexpr, COLUMN: tl.constexpr,
+    DV: tl.constexpr, HALF: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """Add one block of M's, and its mirror image's, to the norms of a split's keys; the first block stores them."""
+    x, y = ROW * HALF + tl.arange(0, HALF), COLUMN * HALF + tl.arange(0, HALF)
+    m_hi, m_lo = metric_parts(p_m, x, y, tl.zeros([1], p_v.dtype.element_ty), DV)
+    for n0 in range(lo, hi, BN):
+        n = n0 + tl.arange(0, BN)
+        m_n = n < n_row
+        p_vn = (p_v + key_offset(n, page_of(n, m_n, p_table, PAGE), svb, svn, PAGE))[:, None]
+        # [BN, HALF]
+        b_x = tl.load(p_vn + x[None, :], mask=m_n[:, None] & (x < DV)[None, :], other=0.0)
+        b_y = tl.load(p_vn + y[None, :], mask=m_n[:, None] & (y < DV)[None, :], other=0.0)
+        norm = tl.sum(behind(b_x, m_hi, m_lo, PRECISION) * b_y.to(tl.float32), 1) * (1.0 if ROW == COLUMN else 2.0)
+        if COLUMN > 0:
+            norm += tl.load(p_norm + n, mask=m_n, other=0.0)
+        tl.store(p_norm + n, norm, mask=m_n)
+
+
 @triton.jit(do_not_specialize=["n_keys", "keys_per_split", "s_table", "H"])
 def norm_kernel(
     p_v, p_metric, p_norm, p_table, p_lengths,
     n_keys, keys_per_split, svb, svh, svn, s_table,
-    H, G: tl.constexpr, DV: tl.constexpr, HALF: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
-    PAGE: tl.constexpr,
+    H, G: tl.constexpr, DV: tl.constexpr, BN: tl.constexpr, HALF: tl.constexpr, BLOCKS: tl.constexpr,
+    TOGETHER: tl.constexpr, PRECISION: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
     """Grid (splits, B·HQ): v·M·vᵀ [B, HQ, N] float32.
 
-    With v = (x, y) and the symmetric M in quarters it is x·A·xᵀ + (2x·B + y·C)·yᵀ: three quarters of the products.
+    With v = (x, y) and the symmetric M in quarters it is x·A·xᵀ + (2x·B + y·C)·yᵀ: three quarters of the products. The
+    quarters stay in shared memory; of what is larger, one block at a time.
     """
     i_split, i_bq = tl.program_id(0), tl.program_id(1)
     i_b = (i_bq // (H * G)).to(tl.int64)
     i_q = i_bq % (H * G)
-    j, x, y = tl.arange(0, BN), tl.arange(0, HALF), HALF + tl.arange(0, HALF)
     n_row = keys_of(p_lengths, i_b, n_keys, PAGE)
     p_v += (i_q // G).to(tl.int64) * svh
     if PAGE == 0:
@@ -125,19 +149,29 @@ def norm_kernel(
     else:
         p_table += i_b * s_table
     p_m = p_metric + i_q.to(tl.int64) * (DV * DV)
-    like = tl.zeros([1], p_v.dtype.element_ty)
-    a_hi, a_lo = metric_parts(p_m, x, x, like, DV)
-    b_hi, b_lo = metric_parts(p_m, x, y, like, DV)
-    c_hi, c_lo = metric_parts(p_m, y, y, like, DV)
-    lo = i_split * keys_per_split
     p_norm += i_bq.to(tl.int64) * n_keys
-    for n0 in range(lo, tl.minimum(lo + keys_per_split, n_row), BN):
-        n = n0 + j
-        m_n = n < n_row
-        p_vn = (p_v + key_offset(n, page_of(n, m_n, p_table, PAGE), svb, svn, PAGE))[:, None]
-        # [BN, HALF]
-        b_x = tl.load(p_vn + x[None, :], mask=m_n[:, None] & (x < DV)[None, :], other=0.0)
-        b_y = tl.load(p_vn + y[None, :], mask=m_n[:, None] & (y < DV)[None, :], other=0.0)
-        x_part = behind(b_x, a_hi, a_lo, PRECISION) * b_x.to(tl.float32)
-        y_part = (2.0 * behind(b_x, b_hi, b_lo, PRECISION) + behind(b_y, c_hi, c_lo, PRECISION)) * b_y.to(tl.float32)
-        tl.store(p_norm + n, tl.sum(x_part + y_part, 1), mask=m_n)
+    lo = i_split * keys_per_split
+    hi = tl.minimum(lo + keys_per_split, n_row)
+    if not TOGETHER:
+        for column in tl.static_range(BLOCKS):
+            for row in tl.static_range(column + 1):
+                norms_of_block(
+                    p_v, p_m, p_norm, p_table, lo, hi, n_row, svb, svn, row, column, DV, HALF, BN, PRECISION, PAGE
+                )
+                tl.debug_barrier()
+    else:
+        x, y = tl.arange(0, HALF), HALF + tl.arange(0, HALF)
+        like = tl.zeros([1], p_v.dtype.element_ty)
+        a_hi, a_lo = metric_parts(p_m, x, x, like, DV)
+        b_hi, b_lo = metric_parts(p_m, x, y, like, DV)
+        c_hi, c_lo = metric_parts(p_m, y, y, like, DV)
+        for n0 in range(lo, hi, BN):
+            n = n0 + tl.arange(0, BN)
+            m_n = n < n_row
+            p_vn = (p_v + key_offset(n, page_of(n, m_n, p_table, PAGE), svb, svn, PAGE))[:, None]
+            # [BN, HALF]
+            b_x = tl.load(p_vn + x[None, :], mask=m_n[:, None] & (x < DV)[None, :], other=0.0)
+            b_y = tl.load(p_vn + y[None, :], mask=m_n[:, None] & (y < DV)[None, :], other=0.0)
+            x_part = behind(b_x, a_hi, a_lo, PRECISION) * b_x.to(tl.float32)
+            y_part = 2.0 * behind(b_x, b_hi, b_lo, PRECISION) + behind(b_y, c_hi, c_lo, PRECISION)
+            tl.store(p_norm + n, tl.sum(x_part + y_part * b_y.to(tl.float32), 1), mask=m_n)

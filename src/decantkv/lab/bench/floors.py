@@ -88,29 +88,25 @@ def cuts(rows: int, head_dim: int) -> tuple[Cut, ...]:
     """Other cuts of the kernels that a sweep times."""
     if head_dim > 128:
         return (
-            Cut(Blocks(16, 64, 4, 2), Blocks(16, 64, 4, 2), 1),
-            Cut(Blocks(16, 64, 4, 3), Blocks(16, 64, 4, 3), 1),
-            Cut(Blocks(16, 64, 4, 2), Blocks(16, 64, 8, 2), 2),
-            Cut(Blocks(16, 64, 8, 2), Blocks(16, 64, 4, 2), 2),
+            Cut(Blocks(16, 64, 4, 3), Blocks(16, 64, 4, 2), 1),
+            Cut(Blocks(16, 64, 8, 2), Blocks(16, 64, 4, 3), 1),
         )
     if rows <= 32:
         return (
-            Cut(Blocks(32, 64, 4, 3), Blocks(32, 64, 4, 3), 1),
-            Cut(Blocks(32, 64, 4, 3), Blocks(32, 64, 4, 3), 4),
-            Cut(Blocks(32, 64, 4, 2), Blocks(32, 64, 4, 2), 2),
+            Cut(Blocks(32, 64, 8, 3, rows_first=True), Blocks(32, 64, 4, 3), 1),
+            Cut(Blocks(32, 64, 4, 2, rows_first=True), Blocks(32, 64, 4, 3), 2),
+            Cut(Blocks(32, 32, 4, 3, rows_first=True), Blocks(32, 64, 4, 3), 2),
         )
     if rows <= 64:
         return (
-            Cut(Blocks(64, 64, 4, 2, rows_first=True), Blocks(64, 64, 4, 2), 2),
-            Cut(Blocks(64, 64, 4, 3, rows_first=True), Blocks(64, 128, 8, 2), 1),
-            Cut(Blocks(64, 32, 4, 3, rows_first=True), Blocks(64, 64, 8, 3), 2),
-            Cut(Blocks(64, 64, 4, 2, rows_first=True), Blocks(64, 64, 4, 3), 4),
+            Cut(Blocks(64, 64, 4, 3, rows_first=True), Blocks(64, 64, 8, 2), 1),
+            Cut(Blocks(64, 32, 4, 3, rows_first=True), Blocks(64, 64, 4, 2), 3),
+            Cut(Blocks(64, 128, 8, 2, rows_first=True), Blocks(64, 128, 8, 2), 1),
         )
     return (
-        Cut(Blocks(128, 64, 8, 2, rows_first=True), Blocks(128, 64, 8, 2, apart=True), 1),
-        Cut(Blocks(128, 64, 8, 3, rows_first=True), Blocks(64, 128, 8, 2, apart=True), 1),
-        Cut(Blocks(64, 64, 4, 2, rows_first=True), Blocks(64, 64, 4, 2, apart=True), 2),
-        Cut(Blocks(128, 64, 8, 2, rows_first=True), Blocks(64, 64, 4, 2, apart=True), 2),
+        Cut(Blocks(128, 64, 8, 3, rows_first=True), Blocks(128, 64, 8, 2, apart=True), 1),
+        Cut(Blocks(128, 128, 8, 2, rows_first=True), Blocks(64, 128, 8, 2, apart=True), 1),
+        Cut(Blocks(64, 32, 4, 3, rows_first=True), Blocks(64, 64, 4, 2, apart=True), 3),
     )
 
 
