@@ -159,6 +159,38 @@ def test_an_interrupt_anywhere_leaves_the_model_as_it_was(settings, number):
     assert footprint(model) == before
 
 
+@pytest.mark.parametrize("settings", [{}, {"rehearsal": "replay"}])
+def test_no_prompt_waits_for_chunks_of_a_reading_that_was_interrupted(settings):
+    model, prompt = tiny.llama(), tiny.prompt(40)
+    cache = EvictingCache(model, budget=0.3, window=4, **settings)
+    with torch.no_grad():
+        model(prompt, **{cache_argument(model): cache})
+        before = [layer.stored for layer in cache.layers]
+        expected = model(tiny.prompt(1, seed=9), **{cache_argument(model): cache}).logits
+
+    @torch.no_grad()
+    def read():
+        cache.reset()
+        with decantkv.deferred(cache):
+            for low in (0, 20):
+                model(
+                    prompt[:, low : low + 20],
+                    position_ids=torch.arange(low, low + 20)[None],
+                    **{cache_argument(model): cache},
+                )
+
+    places, count = ("/cache/chunked_reading.py", "/cache/forwards.py", "/cache/layer.py"), 0
+    for stopped in interrupted(read, 500, places):
+        count += stopped
+        cache.reset()
+        with torch.no_grad():
+            model(prompt, **{cache_argument(model): cache})
+            assert [layer.stored for layer in cache.layers] == before
+            logits = model(tiny.prompt(1, seed=9), **{cache_argument(model): cache}).logits
+        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-6)
+    assert count > 100
+
+
 def test_an_interrupted_prompt_is_collected_with_its_last_reference():
     """Also where layers compete for one budget: no circle of references is left for the collector."""
     model, ids, interrupts = tiny.llama(), tiny.prompt(40), 0

@@ -429,8 +429,8 @@ class _Attachment:
             if cache is None or not is_chunked(args, kwargs):
                 return prefill(*args, **kwargs)
             check_chunks(cache)
-            self._prefill.chunked = True
             try:
+                self._prefill.chunked = True
                 with deferred(cache):
                     output = prefill(*args, **kwargs)
                 self._weigh(output)
@@ -448,16 +448,16 @@ class _Attachment:
             if cache is None:
                 return prefill(*args, **kwargs)
             check_chunks(cache)
-            self._prefill.chunked = True
-            defer(cache)
             try:
+                self._prefill.chunked = True
+                defer(cache)
                 out = prefill(*args, **kwargs)
+                self._prefill.last_token = weakref.ref(cache)
             except BaseException:
                 give_up(cache)
                 raise
             finally:
                 self._prefill.chunked = False
-            self._prefill.last_token = weakref.ref(cache)
             return out
 
         return prefill_in_chunks

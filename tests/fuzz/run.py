@@ -35,7 +35,7 @@ from decantkv.lab.provenance import commit, device_name, versions
 from tests.fuzz.machine import Counts, Machine, counts
 
 BATCH = 25
-HANGS = 120  # seconds after which a batch that has not ended is a fault; most take ten
+HANGS = 120  # seconds after which a batch that has not ended is a fault; most take ten, and shrinking one a thousand
 ROWS = Path(__file__).parents[2] / "results/matrix/fuzz.jsonl"
 
 
@@ -89,7 +89,7 @@ class Outcome:
 
 def outcome(number: int, shrink: bool) -> Outcome:
     """Run a batch in this process."""
-    faulthandler.dump_traceback_later(HANGS)
+    faulthandler.dump_traceback_later(_patience(shrink))
     found, calls = None, ""
     try:
         batch(number, shrink=shrink)
@@ -99,6 +99,10 @@ def outcome(number: int, shrink: bool) -> Outcome:
     finally:
         faulthandler.cancel_dump_traceback_later()
     return Outcome(number, counts.take(), found, calls)
+
+
+def _patience(shrink: bool) -> int:
+    return HANGS * 10 if shrink else HANGS
 
 
 def _begin() -> None:
@@ -114,7 +118,7 @@ def outcomes(first: int, *, workers: int, seconds: float, sequences: int, shrink
 
     A batch that hangs, or that ends its process, is a fault too; with it the run ends.
     """
-    stop = time.monotonic() + seconds
+    stop, patience = time.monotonic() + seconds, _patience(shrink)
     seeds = itertools.count(first)
     running: dict[Future[Outcome], int] = {}
     done = 0
@@ -129,9 +133,9 @@ def outcomes(first: int, *, workers: int, seconds: float, sequences: int, shrink
                     running[pool.submit(outcome, number, shrink)] = number
                 if not running:
                     return
-                ended, _ = wait(running, max(stop - time.monotonic(), 0) + HANGS, FIRST_COMPLETED)
+                ended, _ = wait(running, max(stop - time.monotonic(), 0) + patience, FIRST_COMPLETED)
                 if not ended:
-                    yield from (Outcome(number, fault=f"no end within {HANGS} s") for number in running.values())
+                    yield from (Outcome(number, fault=f"no end within {patience} s") for number in running.values())
                     return
                 for future in ended:
                     number = running.pop(future)

@@ -32,8 +32,8 @@ def deferred(cache: DynamicCache) -> Iterator[None]:
     Until then all of the prompt is held. For loops that feed chunks by hand; `generate` with a `prefill_chunk_size`
     does this by itself.
     """
-    defer(cache)
     try:
+        defer(cache)
         yield
         decide(cache)
     finally:
@@ -63,9 +63,14 @@ def decide(cache: DynamicCache) -> None:
 
 
 def give_up(cache: DynamicCache) -> None:
-    """No more chunks are to come, whether or not it was decided what to keep."""
-    for layer in evicting_layers(cache):
-        layer.give_up()
+    """No more chunks are to come, whether or not it was decided what to keep; an interrupt stops none of it."""
+    try:
+        for layer in evicting_layers(cache):
+            layer.give_up()
+    except BaseException:
+        for layer in evicting_layers(cache):
+            layer.give_up()
+        raise
 
 
 def empty(layer: CacheLayerMixin) -> None:
@@ -145,15 +150,15 @@ def _in_chunks_but_one(prefill: Method) -> Method:
             return prefill(self, *args, **kwargs)
         check_chunks(cache)
         _check_embeds(args, kwargs)
-        defer(cache)
         try:
+            defer(cache)
             with _numbered(self, cache):
                 out = prefill(self, *args, **kwargs)
+            for layer in evicting_layers(cache):
+                layer.expect_last()
         except BaseException:
             give_up(cache)
             raise
-        for layer in evicting_layers(cache):
-            layer.expect_last()
         return out
 
     return prefill_in_chunks

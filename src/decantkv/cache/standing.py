@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
-from decantkv.cache.chunked_reading import empty
+from decantkv.cache.chunked_reading import empty, give_up
 from decantkv.cache.layer import EvictingLayer
 from decantkv.cache.phases import Whole
 
@@ -27,6 +27,7 @@ class Standing:
     def __init__(self, cache: DynamicCache, module: nn.Module) -> None:
         self.module = weakref.ref(module)
         places = [_evicting(x) if isinstance(x, EvictingLayer) else _other(x) for x in cache.layers]
+        self._waits = any(layer.chunks != "none" for layer in cache.layers if isinstance(layer, EvictingLayer))
         held = any(isinstance(place, _Place) for place in places) and None not in places
         self._places = places if held else None
 
@@ -35,6 +36,8 @@ class Standing:
         evicting = [layer for layer in cache.layers if isinstance(layer, EvictingLayer)]
         if not evicting:
             return True
+        if not self._waits:  # for chunks that a forward itself made its prompt wait for
+            give_up(cache)
         places = self._places
         if places is None or not any(layer.logical for layer in evicting):
             for layer in cache.layers:
