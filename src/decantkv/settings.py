@@ -203,8 +203,19 @@ class Settings:
         return [self.method.tail(n, always) for n, always in zip(n_keep, fixed, strict=True)]
 
     def score(self, win: AttentionWindow) -> Tensor:
-        """Return [B, H, N] float32 scores, which `choose` pools."""
-        return self.method.base_score(win, impl=self.impl)
+        """Return [B, H, N] float32 scores, which `choose` pools.
+
+        Raises:
+            ValueError: the method gave something else, as a user's own may.
+        """
+        scores = self.method.base_score(win, impl=self.impl)
+        batch, heads, kv_len, _ = win.k.shape
+        if not isinstance(scores, Tensor) or tuple(scores.shape) not in ((batch, heads, kv_len), (batch, 1, kv_len)):
+            got = list(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+            raise ValueError(
+                f"{self.method.name}.score: expected scores [B, H, N] of {[batch, heads, kv_len]}, got {got}"
+            )
+        return scores
 
     def beside(self, rehearsed: Tensor, own: Tensor, rows: int) -> Tensor:
         """[B, H, N] by a rehearsal and by the prompt's own last `rows` queries, as sources of equal weight."""

@@ -241,11 +241,11 @@ class Machine(RuleBasedStateMachine):
     def _shape(self, cache: Any) -> list[Any]:
         shape = []
         for layer in cache.layers:
-            kept, lanes = getattr(layer, "kept", None), getattr(layer, "lanes", None)
+            kept, lens = getattr(layer, "kept", None), getattr(getattr(layer, "store", None), "lens", None)
             stored = layer.stored if hasattr(layer, "stored") else layer.get_seq_length()
             shape.append(
                 (layer.get_seq_length(), stored, None if kept is None else kept.indices.tolist(),
-                 None if lanes is None else lanes.lens.tolist())
+                 None if lens is None else lens.tolist())
             )  # fmt: skip
         return shape
 

@@ -72,6 +72,72 @@ def test_a_registered_method_and_rule_work_by_name_and_in_saved_files(registries
     assert decantkv.register_method(Loudest) is Loudest  # once more does no harm
 
 
+@dataclass(frozen=True)
+class Short(Loudest):
+    """Scores all keys but the last."""
+
+    name: ClassVar[str] = "short"
+
+    def score(self, win, *, impl="auto"):
+        return super().score(win)[..., :-1]
+
+
+@dataclass(frozen=True)
+class Flat(Loudest):
+    """Scores without heads."""
+
+    name: ClassVar[str] = "flat"
+
+    def score(self, win, *, impl="auto"):
+        return super().score(win)[:, 0]
+
+
+@pytest.mark.parametrize(("method", "got"), [(Short(), r"\[1, 2, 59\]"), (Flat(), r"\[1, 60\]")])
+def test_scores_of_another_shape_are_refused(method, got):
+    with pytest.raises(ValueError, match=rf"score: expected scores \[B, H, N\] of \[1, 2, 60\], got {got}"):
+        kept(method)
+
+
+OF_FILE = """
+from dataclasses import dataclass
+from typing import ClassVar
+
+import decantkv
+
+
+@dataclass(frozen=True)
+class Mine(decantkv.Method):
+    name: ClassVar[str] = "mine"
+    kind: ClassVar[str] = "heuristic"
+    source: ClassVar[str] = "this file"
+    formula: ClassVar[str] = "‖v‖"
+    presets: ClassVar[dict] = {"wide": {"window": 5}}
+    window: int = 2
+
+    def score(self, win, *, impl="auto"):
+        return win.v.norm(dim=-1).float()
+"""
+
+
+def test_a_class_of_a_file_is_a_method(registries, tmp_path):
+    path = tmp_path / "my_methods.py"
+    path.write_text(OF_FILE)
+    cache, same = kept(f"{path}:Mine", window=3), kept(Loudest(window=3))
+    for ours, theirs in zip(cache.layers, same.layers, strict=True):
+        assert torch.equal(ours.kept.indices, theirs.kept.indices)
+    assert resolve("mine", window=4) == resolve(f"{path}:Mine", window=4)
+    assert resolve(f"{path}:Mine:wide").window == 5
+    for name, message in (
+        (f"{path}:Other", "method: expected a class of .*, got 'Other', which it does not define"),
+        (f"{tmp_path}/none.py:Mine", "method: expected a Python file, got"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            resolve(name)
+    (tmp_path / "broken.py").write_text("import nothing_of_that_name")
+    with pytest.raises(ValueError, match=r"method: expected .*broken.py to load, got ModuleNotFoundError"):
+        resolve(f"{tmp_path}/broken.py:Mine")
+
+
 def test_a_file_names_a_method_that_is_not_registered(registries, tmp_path):
     with pytest.raises(ValueError, match=r"method: expected one that is registered \(decantkv.register_method\)"):
         kept(Loudest()).save(tmp_path / "cache.safetensors")

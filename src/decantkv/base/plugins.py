@@ -1,9 +1,12 @@
-"""Entry points: what other packages register for this one."""
+"""What others bring: entry points of installed packages, and classes in a user's file."""
 
 from __future__ import annotations
 
 import functools
+import importlib.util
+import sys
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any
 
 
@@ -23,3 +26,30 @@ def plugins(group: str) -> tuple[Any, ...]:
                 f"{group}: expected {entry.value!r} to load, got {type(error).__name__}: {error}"
             ) from error
     return tuple(found)
+
+
+@functools.cache
+def from_file(argument: str, path: str, name: str) -> Any:
+    """Return what a Python file calls `name`; the file runs once per process.
+
+    Args:
+        argument: whose value named the file, for errors.
+
+    Raises:
+        ValueError: no such file or name in it, or the file fails.
+    """
+    if not Path(path).is_file():
+        raise ValueError(f"{argument}: expected a Python file, got {path}, which is none")
+    module_name = f"decantkv_user_file.{Path(path).stem}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{argument}: expected a Python file, got {path}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module  # where dataclasses look names up
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ValueError(f"{argument}: expected {path} to load, got {type(error).__name__}: {error}") from error
+    if not hasattr(module, name):
+        raise ValueError(f"{argument}: expected a class of {path}, got {name!r}, which it does not define")
+    return getattr(module, name)

@@ -21,7 +21,9 @@ def condense(
     model: Annotated[str, typer.Option(help="A model id, a model folder, or a .gguf file.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="The file to write, e.g. book.kv.")],
     budget: Annotated[str, typer.Option(help="What is kept: 0.1, 10% or a number of tokens.")] = "0.1",
-    method: Annotated[str, typer.Option(help="A method, or method:preset; see `decantkv methods`.")] = "dropkv",
+    method: Annotated[
+        str, typer.Option(help="A method, method:preset or file.py:Class; see `decantkv methods`.")
+    ] = "dropkv",
     rehearsal: Annotated[
         str, typer.Option(help="Whose queries decide: replay, anchors, anchors:0.05, or several joined by +.")
     ] = "replay",

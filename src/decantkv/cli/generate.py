@@ -29,7 +29,9 @@ def generate(
     model: Annotated[str, typer.Option(help="A model id, a model folder, or a .gguf file.")],
     prompt_file: Annotated[Path, typer.Option(help="UTF-8 text to read; - for standard input.")],
     question: Annotated[str, typer.Option(help="Asked after the text, inside the same prompt.")] = "",
-    method: Annotated[str, typer.Option(help="A method, or method:preset; see `decantkv methods`.")] = "dropkv",
+    method: Annotated[
+        str, typer.Option(help="A method, method:preset or file.py:Class; see `decantkv methods`.")
+    ] = "dropkv",
     budget: Annotated[str, typer.Option(help="What is kept: a share like 5% or 0.05, or a number of tokens.")] = "0.05",
     allocation: Annotated[
         str | None,

@@ -8,7 +8,7 @@ from dataclasses import fields
 from typing import Any, TypeVar
 
 from decantkv.base.options import RUN_OPTIONS
-from decantkv.base.plugins import plugins
+from decantkv.base.plugins import from_file, plugins
 from decantkv.methods.andpro import AnDPro, AnDProChunks
 from decantkv.methods.base import Method
 from decantkv.methods.caote import CAOTE
@@ -118,7 +118,7 @@ def known_methods() -> dict[str, type[Method]]:
 
 
 def resolve(method: str | Method, **options: Any) -> Method:
-    """Return the method of a name or of "name:preset"; an instance is returned as it is.
+    """Return the method of a name, of "name:preset" or of "file.py:Class"; an instance is returned as it is.
 
     Raises:
         TypeError: neither a name nor a method, or an option the method does not have.
@@ -130,7 +130,10 @@ def resolve(method: str | Method, **options: Any) -> Method:
         return method
     if not isinstance(method, str):
         raise TypeError(f"method: expected a name or a Method instance, got {method!r}")
-    name, _, preset = method.partition(":")
+    path, of_file, name = method.rpartition(".py:")
+    name, _, preset = name.partition(":")
+    if of_file:
+        name = register_method(from_file("method", f"{path}.py", name)).name
     methods = METHODS if name in METHODS else known_methods()
     if name not in methods:
         close = difflib.get_close_matches(name.lower(), methods, n=1)
