@@ -105,10 +105,10 @@ def attach(
             `Rehearsal`. None: the prompt's last queries decide. The whole model's heads then compete, by allocation
             "global", unless another one is named.
         prefill_chunk: `generate` reads prompts this many tokens at a time; the same tokens are kept as in one piece.
-        max_kv_tokens: tokens a head stores at most after each chunk; what is dropped early is gone for later chunks.
-        every: evict from prompt and answer again every so many new tokens.
-        decode_budget: tokens a head keeps then: of everything, or with `protect_prompt` of the answer alone; None: as
-            many as `budget` gave the prompt.
+        max_kv_tokens: most tokens per head after each chunk; what is dropped early is gone for later chunks.
+        every: evict from prompt and answer again after every so many generated tokens.
+        decode_budget: tokens per head that stay then, of everything or, with `protect_prompt`, of the answer alone;
+            None: as many as `budget` gave the prompt.
         protect_prompt: what was kept of the prompt stays for good.
         decode: "model": the model's own attention reads what was kept; "own": attention that takes lengths instead of
             masks, on CUDA steps of `generate` that are replayed as a CUDA graph, and for chunks of a prompt attention
@@ -187,7 +187,7 @@ class Run:
         return EvictingCache.of(model, self.settings, self.recorder, self.bounds)
 
     def report(self) -> Report:
-        """What was kept and dropped so far, as text or JSON."""
+        """Return what was kept and dropped so far, as text or JSON."""
         report, latest = self.recorder.report(), self.recorder.latest
         cache = None if latest is None else latest()
         report = report if cache is None else weighed(report, cache)
@@ -199,7 +199,7 @@ class Run:
     def detach(self) -> None:
         """Switch eviction off and leave the model as it was; a second call does nothing."""
         self.ended = True
-        self.trust.standins = None  # whoever reads the report later does not hold the weights
+        self.trust.standins = None  # a report that is read later does not hold the weights
         attention_hook.forget()
         attention_hook.thoroughly(_undo)
 
@@ -218,7 +218,7 @@ class Run:
     ) -> None:
         try:
             self.detach()
-        except BaseException:  # an interrupt: nobody would call this again
+        except BaseException:  # an interrupt: no caller would call this again
             self.detach()
             raise
 
@@ -243,7 +243,7 @@ def _standins_of(reference: weakref.ref[PreTrainedModel]) -> Sequence[Standin]:
 
 
 class _Attachment:
-    """What is changed on one model while any run is attached to it: one method, two hooks, the wrappers' hold."""
+    """The changes of one model while any run is attached to it: methods, hooks, and the wrappers' hold."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.runs: tuple[weakref.ref[Run], ...] = ()
@@ -396,7 +396,7 @@ class _Attachment:
         return make_generator
 
     def _graphs(self, cache: EvictingCache, run: Run, model: PreTrainedModel) -> StepGraphs:
-        """What records this cache's steps, where anything can."""
+        """Return the recorder of this cache's steps as graphs."""
         trust, refused = run.trust, None
         if Peers.of(model) is not None:  # processes that fell out of step would wait for one another for ever
             refused = "the model is spread over processes"
@@ -531,7 +531,7 @@ def _share(one: nn.Module, other: nn.Module | None) -> bool:
 
 
 def _passed_over(cache: Any, kwargs: dict[str, Any]) -> str | None:
-    """Return what kind of cache reads a prompt without evicting; None where it evicts or reads a single token."""
+    """Return the kind of a cache that reads a prompt without evicting, or None if it evicts or reads one token."""
     layers = getattr(cache, "layers", ())
     given = kwargs.get("input_ids") if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
     if any(isinstance(layer, EvictingLayer) for layer in layers) or given is None or given.shape[1] == 1:

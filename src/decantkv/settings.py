@@ -27,7 +27,7 @@ REHEARSED = "rehearsed"  # a method's preset under a rehearsal
 
 @dataclass(frozen=True)
 class Settings:
-    """How a cache evicts.
+    """The settings by which a cache evicts.
 
     Attributes:
         method: scores tokens.
@@ -99,7 +99,7 @@ class Settings:
 
     @property
     def protects_by_row(self) -> bool:
-        """Whether prompts of one batch may have different protected spans."""
+        """Return whether prompts of one batch may have different protected spans."""
         return _differ(self.chats)
 
     def for_chat(self, ids: Sequence[int]) -> Self:

@@ -1,4 +1,4 @@
-"""How `generate` reads a prompt into a cache that evicts: its methods are wrapped while one lives.
+"""Reading a prompt by `generate` into a cache that evicts: its methods are wrapped while one lives.
 
 `attach` brings caches of its own; a cache that the caller gives to `generate` is followed the same way.
 """

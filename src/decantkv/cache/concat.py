@@ -45,7 +45,7 @@ def join(target: CacheLayerMixin, parts: Sequence[CacheLayerMixin]) -> None:
 
 
 def _join_kept(phases: Sequence[Whole], ahead: Sequence[int], logical: int) -> Kept:
-    """What each row holds, counted as in the longest prompt.
+    """Return the tokens that each row holds, counted as in the longest prompt.
 
     Tokens after a prompt count as kept, but for the last that every part has: `crop` may take those back.
     """

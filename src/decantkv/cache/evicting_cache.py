@@ -149,7 +149,7 @@ class EvictingCache(DynamicCache):
     def of(
         cls, model: PreTrainedModel, settings: Settings, recorder: Recorder, bounds: Bounds = UNBOUNDED
     ) -> EvictingCache:
-        """A cache by parsed settings that reports to `recorder`."""
+        """Return a cache by parsed settings that reports to `recorder`."""
         cache = cls.__new__(cls)
         cache._prepare(model, settings, recorder, bounds)
         return cache
@@ -277,11 +277,11 @@ class EvictingCache(DynamicCache):
         rehearse(self, input_ids)
 
     def nbytes(self) -> int:
-        """Bytes of all keys and values held, by their distinct storages."""
+        """Return the bytes of all keys and values held, by their distinct storages."""
         return cache_bytes(self)
 
     def report(self) -> Report:
-        """What was kept and dropped so far."""
+        """Return what was kept and dropped so far."""
         return weighed(self.recorder.report(), self)
 
     def save(
@@ -315,7 +315,7 @@ class EvictingCache(DynamicCache):
     def load(
         cls, path: str | os.PathLike[str], model: PreTrainedModel, *, prompt: Tensor | None = None
     ) -> EvictingCache:
-        """The cache that `save` wrote, on the devices of the model's layers.
+        """Return the cache that `save` wrote, on the devices of the model's layers.
 
         Args:
             model: the one that read the prompt: same weights in the same dtype, same configuration, same adapters.
@@ -414,7 +414,7 @@ def _check_whole(cache: DynamicCache) -> None:
 
 
 def new_recorder(settings: Settings, bounds: Bounds = UNBOUNDED) -> Recorder:
-    """An empty record of what these settings do."""
+    """Return an empty record of what these settings do."""
     return Recorder(settings.method.describe(), str(settings.budget), settings.in_force() | bounds.in_force())
 
 
@@ -454,7 +454,7 @@ def _check_spread(model: PreTrainedModel, settings: Settings, shared: bool, peer
 
 
 def layer_devices(model: PreTrainedModel, number: int) -> list[torch.device]:
-    """Where each of the model's first `number` layers has its weights."""
+    """Return the device of the weights of each of the model's first `number` layers."""
     devices = [model.device] * number
     for part in model.modules():
         index = getattr(part, "layer_idx", None)
@@ -464,7 +464,7 @@ def layer_devices(model: PreTrainedModel, number: int) -> list[torch.device]:
 
 
 def is_full(layer: CacheLayerMixin, config: Any) -> bool:
-    """Whether transformers' layer keeps every token: full attention, or a window as long as the model's context."""
+    """Return whether transformers' layer keeps every token: full attention, or a window as long as the context."""
     if type(layer) is DynamicLayer:
         return True
     if (

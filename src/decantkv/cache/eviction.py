@@ -75,7 +75,7 @@ class Eviction(Policy):
 
     @functools.cached_property
     def needs(self) -> frozenset[Need]:
-        """What the method looks at beyond the window's queries, the keys and the values."""
+        """Inputs of the method beyond the window's queries, the keys and the values."""
         return self.settings.method.needs
 
     @functools.cached_property
@@ -142,20 +142,20 @@ class Eviction(Policy):
     def _answer(
         self, layer: EvictingLayer, call: AttentionCall, lengths: Sequence[int], counts: Sequence[int] | None
     ) -> Answer:
-        """What later evictions need; `counts`: tokens that every head of a row keeps, None where heads differ."""
+        """Return the answer's state; `counts`: tokens that every head of a row keeps, None if heads differ."""
         if self.bounds.every is None or counts is None:
             return KEPT_WHOLE
         return re_eviction.begin(self, layer, call.query, lengths, counts)
 
     def _stored_whole(self, layer: EvictingLayer, prompt: Prompt, seen: PromptMask, left: Kept | None) -> DenseStore:
-        """All of the prompt, or all that a cap left of it."""
+        """Return a store of all of the prompt, or of all that a cap left of it."""
         kind = DENSE[self.bounds.store]
         store = kind.of_all(prompt.keys, prompt.values, seen.lengths, announced=layer.until_eviction())
         store.whole = left is None
         return store
 
     def _stored(self, layer: EvictingLayer, prompt: Prompt, call: AttentionCall, kept: Kept) -> Store:
-        """The kept tokens; heads that the cache does not tell apart share one choice."""
+        """Return a store of the kept tokens; heads that the cache does not tell apart share one choice."""
         store: Store
         if self.settings.allocation.ragged:
             store = RaggedStore.from_kept(prompt.keys, prompt.values, kept)
@@ -221,7 +221,7 @@ class Eviction(Policy):
     def _terms(
         self, layer: EvictingLayer, trail: Trail, counts: list[int], budget: PromptBudget
     ) -> tuple[Settings, dict[str, Any]]:
-        """The settings for what is stored, and what they cannot know of it: counts, and where protected tokens lie."""
+        """Return settings for what is stored, and arguments of `choose`: counts, and the slots of protected tokens."""
         spans = self.settings.protect
         forced = trail.inside(spans, [layer.logical - n for n in trail.given]) if spans else None
         settings = dataclasses.replace(self.settings, protect=())
@@ -245,7 +245,7 @@ class Eviction(Policy):
     # -- rounds of eviction before and after
 
     def choose_round(self, win: AttentionWindow, lengths: list[int], counts: list[int], forced: Tensor | None) -> Kept:
-        """The slots each head keeps in one round; every head of a row keeps equally many.
+        """Return the slots each head keeps in one round; every head of a row keeps equally many.
 
         Args:
             win: over the stored tokens.

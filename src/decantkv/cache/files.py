@@ -37,7 +37,7 @@ HEADER = 100_000_000  # bytes, the most that safetensors takes
 
 
 def settings_as_dict(settings: Settings) -> dict[str, Any]:
-    """Settings as JSON can hold them; `settings_from_dict` reads them.
+    """Return settings as JSON can hold them; `settings_from_dict` reads them.
 
     Raises:
         ValueError: a method or an allocation that is not registered.
@@ -64,7 +64,7 @@ def settings_as_dict(settings: Settings) -> dict[str, Any]:
 
 
 def settings_from_dict(saved: Mapping[str, Any]) -> Settings:
-    """The settings that `settings_as_dict` wrote."""
+    """Return the settings that `settings_as_dict` wrote."""
     method, rule = dict(saved["method"]), dict(saved["allocation"])
     kind = type(resolve_allocation(rule.pop("name")))
     budget, spans = saved["budget"], [(int(a), int(b)) for a, b in saved["protect"]]
@@ -82,7 +82,7 @@ def settings_from_dict(saved: Mapping[str, Any]) -> Settings:
 
 
 def prompt_fingerprint(prompt: Tensor | None) -> str | None:
-    """A digest of token ids, on whatever device and of whatever integer type; None of none."""
+    """Return a digest of token ids on any device and of any integer type, or None for None."""
     if prompt is None:
         return None
     ids = torch.as_tensor(prompt, device="cpu").to(torch.int64).contiguous()
@@ -105,7 +105,7 @@ def write(path: str | os.PathLike[str], layers: Sequence[CacheLayerMixin], about
 
 
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The description and the tensors of a file, on the CPU; its mark is read before anything else.
+    """Return the description and the tensors of a file, on the CPU; its mark is read before anything else.
 
     Raises:
         ValueError: no file of ours, or one that was changed since it was written.
@@ -150,7 +150,7 @@ def _opened(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def _marks(file: BinaryIO) -> dict[str, str]:
-    """What a safetensors file's header says beside its tensors; the file is back at its start."""
+    """Return the notes in a safetensors file's header, and put the file back to its start."""
     size = int.from_bytes(file.read(8), "little")
     if not 0 < size <= HEADER or size > os.fstat(file.fileno()).st_size - 8:
         raise ValueError("it has no header")
@@ -193,7 +193,7 @@ def restore(
 
 
 def _state(layer: CacheLayerMixin, index: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What a layer is, as numbers and tensors."""
+    """Return a layer as numbers and tensors."""
     kind = type(layer).__name__
     if isinstance(layer, EvictingLayer):
         numbers, state = layer.state()

@@ -1,4 +1,4 @@
-"""What a stored cache depends on: weights, tables, configuration and active adapters of the model that read the prompt.
+"""The identity of a stored cache's model: weights, tables, configuration and active adapters.
 
 `describe` says it as JSON can hold it, and `difference` names the first thing in which two descriptions differ.
 """
@@ -54,7 +54,7 @@ def describe(model: nn.Module) -> dict[str, Any]:
 
 
 def difference(there: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
-    """In what the model `here` is another than the one `there`; None where nothing differs that is known."""
+    """Return in what the model `here` differs from the one `there`, or None if nothing is known to differ."""
     if there["adapters"] != here["adapters"]:
         return (
             f"other active adapters or scales ({_adapters_text(here)}; the cache was made with {_adapters_text(there)})"
@@ -103,7 +103,7 @@ class _Adapted:
             self._first = weakref.ref(model.get_submodule(parent))
 
     def holds(self, config: Mapping[str, Any]) -> bool:
-        """Whether the adapters are the same, and still in place."""
+        """Return whether the adapters are the same, and still in place."""
         parent = None if self._first is None else self._first()
         return parent is not None and (
             self._adapters == tuple(config) and getattr(parent, self._name, None) is self._layers[0]()
@@ -164,7 +164,7 @@ def _tensors(model: nn.Module) -> tuple[str, dict[str, list[float]]]:
 
 
 def _turns_with_length(part: nn.Module) -> bool:
-    """Whether a module's rotary frequencies follow the length of what was read last."""
+    """Return whether a module's rotary frequencies depend on the length of the last forward."""
     kind = getattr(part, "rope_type", "default")
     return bool({*(kind.values() if isinstance(kind, dict) else (kind,))} & {*MOVING})
 
@@ -190,7 +190,7 @@ def _digest(x: Tensor) -> bytes:
 
 
 def _configuration(model: Any) -> dict[str, Any]:
-    """What the text decoder's configuration says of a forward."""
+    """Return the entries of the text decoder's configuration that a forward depends on."""
     said = model.config.get_text_config(decoder=True).to_dict()
     idle = _IDLE | {*transformers.GenerationConfig().to_dict()}
     rope = str(said.get("rope_parameters") or said.get("rope_scaling") or "")
@@ -236,7 +236,7 @@ def _numbers_of_modules(model: nn.Module) -> str:
 
 
 def _close(there: list[float], here: list[float]) -> bool:
-    """Whether the elements that both have agree."""
+    """Return whether the elements that both have agree."""
     size = min(len(there), len(here))
     a, b = torch.tensor(there[:size], dtype=torch.float64), torch.tensor(here[:size], dtype=torch.float64)
     return bool(torch.allclose(a, b, rtol=_TOLERANCE, atol=0, equal_nan=True))

@@ -40,7 +40,7 @@ from decantkv.hf.attention_hook import AttentionCall, CallTerms, interrupted
 from decantkv.hf.masks import PromptMask, read_prompt_mask
 from decantkv.selection.selector import FILLER, Kept
 
-RESERVE = 4096  # tokens that a growing store takes room for at once, however many were announced
+RESERVE = 4096  # tokens that a growing store takes room for at once, however many are still to come
 
 
 class LayerMark(NamedTuple):
@@ -82,7 +82,7 @@ class EvictingLayer(CacheLayerMixin):
 
     @property
     def is_initialized(self) -> bool:
-        """Whether the layer has seen a prompt."""
+        """Return whether the layer has seen a prompt."""
         return self.logical > 0
 
     @property
@@ -92,17 +92,17 @@ class EvictingLayer(CacheLayerMixin):
 
     @property
     def store(self) -> Store | None:
-        """What holds the kept tokens; None before a prompt was read."""
+        """The store of kept tokens; None before a prompt was read."""
         return self.phase.store if isinstance(self.phase, Whole) else None
 
     @property
     def kept(self) -> Kept | None:
-        """Which tokens the last eviction left; None where nothing was evicted."""
+        """The tokens that the last eviction left; None if nothing was evicted."""
         return self.phase.kept if isinstance(self.phase, Evicted) else None
 
     @property
     def answer(self) -> Answer | None:
-        """What later evictions know of the answer; None before a prompt was read."""
+        """The answer's state, for later evictions; None before a prompt was read."""
         return self.phase.answer if isinstance(self.phase, Whole) else None
 
     @property
@@ -130,17 +130,17 @@ class EvictingLayer(CacheLayerMixin):
         return 0 if isinstance(self.phase, Empty) else self.phase.keys.shape[2]
 
     def tensors(self) -> list[Tensor]:
-        """Everything the layer holds in memory for keys and values."""
+        """Return all tensors that the layer holds for keys and values."""
         if isinstance(self.phase, Whole):
             return self.phase.store.tensors()
         return [] if isinstance(self.phase, Empty) else [self.phase.keys, self.phase.values]
 
     def hold_all(self, prompt: Prompt) -> None:
-        """From now on the layer holds the prompt as it is."""
+        """Hold the prompt as it is from now on."""
         self.hold(DenseStore.of_all(prompt.keys, prompt.values, None, announced=0), KEPT_WHOLE, None)
 
     def hold(self, store: Store, answer: Answer, kept: Kept | None) -> None:
-        """From now on the layer holds this store; `kept`: what an eviction left in it, None where none was."""
+        """Hold this store from now on; `kept`: the tokens that an eviction left in it, None if there was none."""
         self.phase = Whole(store, answer) if kept is None else Evicted(store, answer, kept)
 
     # -- what transformers calls
@@ -183,11 +183,11 @@ class EvictingLayer(CacheLayerMixin):
         return keys, values
 
     def get_seq_length(self, *args: Any) -> int:
-        """Every token ever given, which is what positions count."""
+        """Return the number of all tokens ever given, which positions count."""
         return self.logical + (self.phase.store.staged if isinstance(self.phase, Whole) else 0)
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
-        """Stored slots plus new tokens, and the distance between logical and stored positions.
+        """Return stored slots plus new tokens, and the distance between logical and stored positions.
 
         Of the new tokens alone where the layer attends to the older ones itself.
         """
@@ -222,7 +222,7 @@ class EvictingLayer(CacheLayerMixin):
             self.phase.answer.crop(remove, self.logical)
 
     def checked_crop(self, tokens_to_remove: int) -> int:
-        """How many tokens `crop` would take back, at most all of them; nothing is changed.
+        """Return the number of tokens that `crop` would take back, at most all of them; change nothing.
 
         Raises:
             ValueError: that reaches into what the prompt's eviction left, or into a prompt that comes in chunks.
@@ -277,7 +277,7 @@ class EvictingLayer(CacheLayerMixin):
     attend = own_attention.attend
 
     def before_attention(self, call: AttentionCall) -> Any:
-        """The call's mask, with filler slots hidden from new tokens."""
+        """Return the call's mask, with filler slots hidden from new tokens."""
         if isinstance(self.phase, Whole):
             return self.phase.store.mask(call, uneven=self.policy.uneven)
         return call.mask
@@ -368,7 +368,7 @@ class EvictingLayer(CacheLayerMixin):
             self.phase = Rehearsing(self.phase, listen, own)
 
     def rehearsed(self) -> tuple[Tensor, ...]:
-        """What the queries of passages so far make of the prompt's keys."""
+        """Return the scores of the prompt's keys by the passages so far; () before one."""
         prompt = self.phase.prompt if isinstance(self.phase, Rehearsing) else self.phase
         return prompt.rehearsed if isinstance(prompt, Waiting) else ()
 
@@ -389,7 +389,7 @@ class EvictingLayer(CacheLayerMixin):
 
     @staticmethod
     def _call(prompt: Waiting) -> AttentionCall:
-        """The prompt's last call with its keys and values where they lie now."""
+        """Return the prompt's last call with its keys and values where they lie now."""
         call, length = prompt.call, prompt.call.key.shape[2]
         if call.key.shape[1] != prompt.keys.shape[1]:
             return call
@@ -398,22 +398,22 @@ class EvictingLayer(CacheLayerMixin):
     # -- room
 
     def announced(self, new: int = 0) -> int:
-        """Tokens that are still to come behind `new` ones; 0 where nobody said how many."""
+        """Return the number of tokens still to come behind `new` ones; 0 if unknown."""
         return max(0, self.cache.expected - self.logical - new)
 
     def until_eviction(self, new: int = 0) -> int:
-        """How many of them come before what is stored is evicted again: all, unless answers are."""
+        """Return the number of tokens still to come before the next eviction, of the answer if it is evicted."""
         every, most = self.policy.bounds.every, max(0, self.cache.expected - self.logical - new)
         return most if every is None else min(most, every + self.policy.rows)
 
     def reserve(self, new: int) -> int:
-        """How many of those a store that grows takes room for at once."""
+        """Return the number of further tokens for which a growing store takes room at once."""
         return min(self.until_eviction(new), RESERVE)
 
     # -- steps that are taken back, or counted without being run
 
     def mark(self) -> LayerMark:
-        """Where the layer stands, before a step that may have to be taken back without moving anything."""
+        """Return the layer's state before a step that may have to be taken back without moving anything."""
         if not isinstance(self.phase, Whole) or not isinstance(self.phase.store, RaggedStore):
             raise RuntimeError("the layer does not attend by itself")
         return LayerMark(self.logical, self.phase.store.mark(), self.phase.answer.mark())

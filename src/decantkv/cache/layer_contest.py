@@ -33,7 +33,7 @@ class LayerContest:
         self._width = width
 
     def enter(self, layer: EvictingLayer, order: Order, width: int) -> Kept:
-        """What the layer keeps for now.
+        """Return the tokens that the layer keeps for now.
 
         Args:
             width: elements of a token's key and value together.

@@ -1,4 +1,4 @@
-"""What a prompt's cache weighs: on CUDA by what the allocator gave while the prompt was read, else by live storages."""
+"""The bytes of a prompt's cache: by what CUDA's allocator gave while the prompt was read, else by live storages."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Weighing:
 
 
 def _counting_devices(module: nn.Module) -> set[torch.device]:
-    """Where the module lies and an allocator counts."""
+    """Return the CUDA devices of the module, on which an allocator counts."""
     return {p.device for p in module.parameters() if p.is_cuda}
 
 
@@ -71,7 +71,7 @@ def weighed(report: Report, cache: DynamicCache) -> Report:
 
 
 def undecided(cache: DynamicCache) -> bool:
-    """Whether a prompt is still being read into the cache."""
+    """Return whether a prompt is still being read into the cache."""
     return any(isinstance(layer, EvictingLayer) and layer.reading for layer in cache.layers)
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def attend(layer: EvictingLayer, call: AttentionCall) -> Tensor | None:
-    """The attention's output [B, q, HQ, Dv]; None where it is left to the model's own."""
+    """Return the attention's output [B, q, HQ, Dv], or None if the model's own attention is to compute it."""
     phase = layer.phase
     if isinstance(phase, Whole):
         return _attend_to_store(layer, phase, phase.store, call) if isinstance(phase.store, RaggedStore) else None
@@ -67,7 +67,7 @@ def _attend_to_store(layer: EvictingLayer, phase: Whole, store: RaggedStore, cal
 
 
 def _real(lengths: Sequence[int] | None, new: int, device: torch.device) -> Tensor | None:
-    """[B, new] bool: which new tokens are no pads; None when all are."""
+    """Return [B, new] bool, True where a new token is no pad, or None if none is a pad."""
     if lengths is None:
         return None
     return torch.arange(new, device=device) >= new - torch.tensor(lengths, device=device)[:, None]
@@ -77,7 +77,7 @@ def _real(lengths: Sequence[int] | None, new: int, device: torch.device) -> Tens
 
 
 def attends_to_chunks(layer: EvictingLayer, call: AttentionCall) -> bool:
-    """Whether a first chunk's attention is one that the layer can go on with by itself."""
+    """Return whether the layer can compute the attention of later chunks itself, given the first chunk's."""
     if not layer.policy.bounds.own(call.key.device):
         return False
     if call.backend != "sdpa" or call.softcap is not None or call.sink_logits is not None or not call.causal:
@@ -106,7 +106,7 @@ def _attend_to_chunks(prompt: Waiting, call: AttentionCall) -> tuple[Tensor, ...
 
 
 def real_with_chunk(call: AttentionCall, prompt: Reading | Waiting) -> tuple[int, ...]:
-    """Real tokens that each row stores with this chunk."""
+    """Return the real tokens that each row stores with this chunk."""
     if isinstance(prompt, Reading) or not prompt.held:
         return real_tokens(call.mask, batch=call.key.shape[0], kv_len=call.key.shape[2], device=call.key.device)
     later, new = _new_tokens(call, prompt).lengths, call.query.shape[2]
@@ -114,7 +114,7 @@ def real_with_chunk(call: AttentionCall, prompt: Reading | Waiting) -> tuple[int
 
 
 def _new_tokens(call: AttentionCall, prompt: Waiting) -> PromptMask:
-    """What the mask says of a chunk's own tokens, behind `prompt.held` real ones of each row."""
+    """Return the mask of a chunk's own tokens, behind `prompt.held` real ones of each row."""
     new, device = call.query.shape[2], call.key.device
 
     def shown() -> Tensor | None:
@@ -145,7 +145,7 @@ def _attend_with_lse(layer: EvictingLayer, prompt: Reading | Waiting, call: Atte
 
 
 def _no_lse(layer: EvictingLayer, call: AttentionCall) -> str | None:
-    """Why a prompt's attention is left to the model, denominators unknown; None where it need not be."""
+    """Return why a prompt's denominators cannot be had with its attention, or None if they can."""
     reasons = {
         f"the attention is {call.backend!r}, not 'sdpa'": call.backend != "sdpa",
         "the prompt came in chunks": layer.chunks != "none",

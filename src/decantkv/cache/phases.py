@@ -1,4 +1,4 @@
-"""Where a cache layer is in its life: empty, reading a prompt, or holding what was kept of it.
+"""Phases of a cache layer's life: empty, reading a prompt, or holding what was kept of it.
 
 A layer holds one phase, and replaces it whole: no phase has a field that is set later.
 """
@@ -114,7 +114,7 @@ class Rehearsing:
 
 
 class Answer:
-    """What later evictions need to know of an answer: nothing, where answers are kept whole."""
+    """An answer's state for later evictions; this class, of answers that are kept whole, has none."""
 
     evicted: ClassVar[bool] = False
     steady = True  # a step changes what it holds in place alone, so that a graph can hold it
@@ -123,7 +123,7 @@ class Answer:
         """The newest `removed` tokens are gone, `logical` are left."""
 
     def standing(self) -> tuple[Any, ...]:
-        """What `go_back` needs; nothing is copied."""
+        """Return the argument of `go_back`; nothing is copied."""
         return ()
 
     def go_back(self, standing: tuple[Any, ...]) -> None:
@@ -133,14 +133,14 @@ class Answer:
         """Batch rows in a new order, repeated or left out."""
 
     def mark(self) -> Tensor | None:
-        """What `back_to` takes the answer back to."""
+        """Return the argument of `back_to`."""
         return None
 
     def back_to(self, mark: Tensor | None) -> None:
         """Forget in place what was remembered since."""
 
     def state(self) -> dict[str, Tensor]:
-        """As plain tensors."""
+        """Return the answer as plain tensors."""
         return {}
 
 

@@ -1,4 +1,4 @@
-"""What the layers of one cache have in common: what they do with a prompt, and whose cache it is."""
+"""State that the layers of one cache share: their policy for prompts, and the model of the cache."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Policy:
-    """What layers do with a prompt that they have read. Policies do not change while a cache lives.
+    """The treatment of a prompt that was read. Policies do not change while a cache lives.
 
     Attributes:
         rows: how many of the last queries a decision looks at.
@@ -53,29 +53,29 @@ class Policy:
         """Tokens after the prompt have attended to what `layer` holds."""
 
     def thinned(self, layer: EvictingLayer, prompt: Waiting, call: AttentionCall) -> Waiting:
-        """The prompt after a chunk, of which a cap may leave less."""
+        """Return the prompt after a chunk, of which a cap may leave less."""
         return prompt
 
     def due(self, layer: EvictingLayer) -> bool:
-        """Whether an answer has come far enough for its next eviction."""
+        """Return whether an answer has come far enough for its next eviction."""
         return False
 
     def renew(self, layer: EvictingLayer, terms: CallTerms) -> None:
         """Evict from prompt and answer alike."""
 
     def answer_of(self, state: Mapping[str, Tensor], batch: int, logical: int) -> Answer:
-        """What `Answer.state` described."""
+        """Return the answer that `Answer.state` described."""
         return KEPT_WHOLE
 
 
 class CacheState:
-    """Whose cache it is, and what is known of it as a whole.
+    """The model of a cache, and state of the cache as a whole.
 
     Attributes:
         cache_id: tells caches apart.
         owner: the model that the cache is for.
         holds: what must stay in place while a layer lives, whatever cache it is moved to.
-        expected: the length that prompt and answer may reach; 0 where nobody said so.
+        expected: the length that prompt and answer may reach; 0 if unknown.
         adapters: those that were active when the prompt was read.
     """
 

@@ -1,4 +1,4 @@
-"""Where stored tokens come from: a round of eviction leaves them side by side, from anywhere in the prompt."""
+"""Prompt positions of stored tokens: a round of eviction leaves tokens from anywhere in the prompt side by side."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from decantkv.selection.topk import FILLER
 
 
 class Slots(Protocol):
-    """Which of a prompt's tokens its stored slots hold, while it is read."""
+    """The prompt positions of stored slots, while the prompt is read."""
 
     def seen(self, held: Sequence[int]) -> Sequence[int]:
-        """Real tokens that each row was given, of which `held` are stored."""
+        """Return the real tokens that each row was given, of which `held` are stored."""
 
     def origin(self, kept: Kept) -> Kept:
-        """The same choice by prompt positions instead of slots."""
+        """Return the same choice by prompt positions instead of slots."""
 
     def left(self, counts: Tensor, rows: Sequence[int]) -> Kept | None:
-        """All that is stored, by prompt positions; None where nothing was dropped yet.
+        """Return all that is stored, by prompt positions, or None if nothing was dropped yet.
 
         Args:
             counts: [B, H] and rows: how many tokens are stored.
@@ -53,7 +53,7 @@ STRAIGHT = Straight()
 
 @dataclass(frozen=True)
 class Trail(Slots):
-    """Where the stored slots of a prompt come from that was thinned while it came.
+    """Prompt positions of the stored slots of a prompt that was thinned between its chunks.
 
     Attributes:
         positions: [B, H, M] int64 prompt positions, ascending; FILLER on the left.
@@ -90,7 +90,7 @@ class Trail(Slots):
         return None if self.given == self.held else Kept(self.positions, counts, tuple(rows))
 
     def origin(self, kept: Kept) -> Kept:
-        """The same choice by prompt positions instead of slots."""
+        """Return the same choice by prompt positions instead of slots."""
         found = self.positions.gather(2, kept.indices.clamp_min(0))
         return Kept(found.masked_fill(kept.indices == FILLER, FILLER), kept.counts, kept.rows)
 

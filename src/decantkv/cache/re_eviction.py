@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class EvictedAnswer(Answer):
-    """What evictions of an answer need to know.
+    """The state of an answer that is evicted again while it is written.
 
     Attributes:
         frame: [B, 3] int64 on the CPU: a row's first position, its prompt's end, and tokens it keeps at most.
@@ -48,7 +48,7 @@ class EvictedAnswer(Answer):
 
     @property
     def steady(self) -> bool:  # type: ignore[override]
-        """Whether as many queries were seen as a window holds, so that more are written in place."""
+        """Return whether a window of queries was seen, so that further ones are written in place."""
         return self.recent.shape[2] == self.rows
 
     def remember(self, query: Tensor, *, in_place: bool) -> None:
@@ -97,13 +97,13 @@ class EvictedAnswer(Answer):
             self.recent.copy_(mark)
 
     def state(self) -> dict[str, Tensor]:
-        """As plain tensors."""
+        """Return the answer as plain tensors."""
         renewed = torch.tensor([self.renewed], device="cpu")
         return {"frame": self.frame, "recent": self.recent, "renewed": renewed}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Tensor], *, batch: int, logical: int, rows: int) -> EvictedAnswer:
-        """What `state` described.
+        """Return the answer that `state` described.
 
         Raises:
             KeyError, ValueError: the state contradicts itself.
@@ -117,7 +117,7 @@ class EvictedAnswer(Answer):
 
     @classmethod
     def cat(cls, answers: Sequence[EvictedAnswer], ahead: Sequence[int]) -> EvictedAnswer:
-        """The rows of several answers, whose tokens come `ahead` positions later now."""
+        """Return the rows of several answers, whose tokens now come `ahead` positions later."""
         frames = [x.frame + torch.tensor([n, n, 0], device="cpu") for x, n in zip(answers, ahead, strict=True)]
         least = min(x.recent.shape[2] for x in answers)
         recent = torch.cat([x.recent[:, :, x.recent.shape[2] - least :] for x in answers])

@@ -1,4 +1,4 @@
-"""What eviction did, written down as it happens; `Recorder.report` returns it as plain numbers."""
+"""Records of what eviction does, as it happens; `Recorder.report` returns them as plain numbers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class LayerRecord:
 class LayerRecords:
     """The newest records of layers, and what older ones said in sum.
 
-    Counts of the last prompts stay on their device, so that nobody waits for them; older ones move to the host.
+    Counts of the last prompts stay on their device, so that the host does not wait; older ones move to the host.
 
     Attributes:
         newest: at most `RECORDS` of them, in the order in which they came.

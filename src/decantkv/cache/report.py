@@ -1,4 +1,4 @@
-"""What eviction did, as a reader gets it from `run.report()`: text, and JSON."""
+"""The report of what eviction did, as text and as JSON; `run.report()` returns one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Report:
-    """What eviction did, as text (`str`) and as JSON (`to_json`).
+    """A report of what eviction did, as text (`str`) and as JSON (`to_json`).
 
     Attributes:
         method: name and options of the method.
@@ -83,17 +83,17 @@ class Report:
 
     @property
     def evictions(self) -> int:
-        """How often a layer dropped something: of a prompt, between its chunks, or while an answer was written."""
+        """Number of times a layer dropped something: of a prompt, between its chunks, or of an answer."""
         return self.prompts_evicted + self.rounds
 
     @property
     def prompts_evicted(self) -> int:
-        """How often a layer dropped tokens of a prompt that it had read."""
+        """Number of times a layer dropped tokens of a prompt that it had read."""
         return self.forgotten_evicted + sum(dropped(layer) for layer in self.layers)
 
     @property
     def prompts_of_layers(self) -> int:
-        """How many prompts the layers read, each layer's counted."""
+        """Number of prompts that the layers read, counted per layer."""
         return self.forgotten + len(self.layers)
 
     @property
@@ -108,7 +108,7 @@ class Report:
 
     @property
     def warnings(self) -> list[str]:
-        """What the reader should know before trusting a number."""
+        """Sentences that a reader should know before trusting a number."""
         told = []
         if not self.layers and not self.loaded:
             told.append("eviction never acted: no prompt went through an evicting cache")
@@ -211,7 +211,7 @@ class Report:
 
 
 def dropped(layer: dict[str, Any]) -> bool:
-    """Whether some head kept fewer tokens than its row has."""
+    """Return whether some head kept fewer tokens than its row has."""
     return any(n < seen for row, seen in zip(layer["kept"], layer["seen"], strict=True) for n in row)
 
 

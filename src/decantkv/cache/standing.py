@@ -1,4 +1,4 @@
-"""Where a cache stands when a forward begins, so that one that fails or is interrupted leaves no trace of itself.
+"""A cache's state when a forward begins, so that one that fails or is interrupted leaves no trace of itself.
 
 Only numbers and references are noted, and nothing that would keep keys or values alive: what a forward appended is cut
 off again. What a forward has evicted is gone, so that a cache cannot go back behind an eviction.
@@ -22,7 +22,7 @@ Return = Callable[[CacheLayerMixin], bool]  # puts a layer back where it stood; 
 
 
 class Standing:
-    """Where a cache stood when a forward of `module` began."""
+    """A cache's state when a forward of `module` began."""
 
     def __init__(self, cache: DynamicCache, module: nn.Module) -> None:
         self.module = weakref.ref(module)
@@ -32,7 +32,7 @@ class Standing:
         self._places = places if held else None
 
     def restore(self, cache: DynamicCache) -> bool:
-        """Whether the cache stands there again; a prompt that was being read is forgotten whole."""
+        """Restore the state and return whether that was possible; a prompt that was being read is forgotten whole."""
         evicting = [layer for layer in cache.layers if isinstance(layer, EvictingLayer)]
         if not evicting:
             return True
@@ -113,12 +113,12 @@ def _states(layer: CacheLayerMixin) -> Iterator[Tensor]:
 
 
 def _writes(x: Tensor) -> float:
-    """How often a tensor was written to; where torch does not count, as in inference mode, it may be any number."""
+    """Return the number of writes to a tensor; NaN if torch does not count them, as in inference mode."""
     return math.nan if x.is_inference() else x._version
 
 
 def _first(x: Tensor, length: int, came: int) -> Tensor | None:
-    """The `length` tokens of [B, H, N, D] that were there before `came` ones; None where they are gone.
+    """Return the `length` tokens of [B, H, N, D] that were there before `came` ones, or None if they are gone.
 
     A window that has moved on is a view of all that it was cut from.
     """

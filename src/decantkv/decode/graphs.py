@@ -283,7 +283,7 @@ def _written(x: Tensor) -> Tensor:
 
 @functools.cache
 def capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """Where a device's steps are rehearsed and captured: one for all, as cuBLAS keeps a workspace for each it meets."""
+    """The stream on which a device's steps are captured: one for all, as cuBLAS keeps a workspace for each it meets."""
     return torch.cuda.Stream(device)
 
 

@@ -64,7 +64,7 @@ class AttentionCall:
 
 @dataclass(frozen=True)
 class CallTerms:
-    """What is remembered of an attention call: no keys, no values, and no reference that keeps the model alive.
+    """The remembered terms of an attention call: no keys, no values, and no reference that keeps the model alive.
 
     Attributes:
         scale, softcap, sink_logits, backend: as in the call.

@@ -104,7 +104,7 @@ class Budget:
         return self.share is not None and math.floor(self.share * length) < min(length, max(fixed, 1))
 
     def starved(self, length: int, fixed: int) -> str | None:
-        """Why scores have no say in what is kept of `length` tokens, `fixed` of them always; None if they have."""
+        """Return why scores do not matter for `length` tokens of which `fixed` are always kept, or None if they do."""
         if fixed >= length or self.n_keep(length, fixed) > fixed:
             return None
         if self.raised(length, fixed):

@@ -1,4 +1,4 @@
-"""How many tokens prompts keep: decided once for prompts of given lengths, and the same for all layers of a cache."""
+"""The numbers of tokens that prompts keep: decided once for prompts of given lengths, the same for all layers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from decantkv.selection.selector import SelectionPlan
 
 @dataclass(frozen=True)
 class PromptBudget:
-    """What a head keeps of each prompt of a batch, before an allocation spreads it over heads and layers.
+    """The tokens that a head keeps of each prompt of a batch, before an allocation spreads them over heads and layers.
 
     Attributes:
         lengths: real tokens of each batch row.

@@ -328,7 +328,7 @@ class SelectionPlan(NamedTuple):
         return self._replace(n_keep=[self.rule.layer_budget(*row, layer, layers) for row in each])
 
     def over(self, kv_len: int) -> tuple[list[int] | None, int]:
-        """Return each row's real keys of `kv_len`, None where no row has pads, and how many keys are pooled."""
+        """Return each row's real keys of `kv_len`, or None if no row has pads, and the number of pooled keys."""
         stop = max(0, kv_len - self.window) if self.prefix else kv_len
         return self.rows if any(n < kv_len for n in self.rows) else None, stop
 

@@ -1,4 +1,4 @@
-"""Stores of kept tokens, one a layer: dense, ragged, or inside layers of transformers' own."""
+"""Stores of kept tokens, one per layer: dense, ragged, or inside layers of transformers' own."""
 
 from __future__ import annotations
 

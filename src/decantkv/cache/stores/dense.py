@@ -31,7 +31,7 @@ class DenseStore:
 
     Attributes:
         length: filled slots.
-        valid: [B, 1 or H, S] bool, which of the first S slots hold a token and no pad; None where all do.
+        valid: [B, 1 or H, S] bool, True where one of the first S slots holds a token and no pad; None: all of them do.
         settled: slots that the prompt, or the last eviction, left.
         whole: nothing was evicted, so that `crop` may take back everything.
     """
@@ -50,12 +50,12 @@ class DenseStore:
 
     @classmethod
     def make(cls, keys: Tensor, values: Tensor, *, announced: int) -> Self:
-        """A store of these tokens; `announced` more are to come, or 0 where their number is not known."""
+        """Return a store of these tokens; `announced`: number of tokens still to come, 0 if unknown."""
         return cls(keys, values)
 
     @classmethod
     def of_all(cls, keys: Tensor, values: Tensor, held: Sequence[int] | None, *, announced: int) -> Self:
-        """A prompt as it is; `held`: how many tokens each row holds, None where no slot is a pad."""
+        """Return a store of a whole prompt; `held`: tokens of each row, None if no slot is a pad."""
         store = cls.make(_owned(keys), _owned(values), announced=announced)
         if held is not None:
             place = torch.arange(keys.shape[2], device=keys.device)
@@ -64,7 +64,7 @@ class DenseStore:
 
     @classmethod
     def from_kept(cls, keys: Tensor, values: Tensor, kept: Kept, *, announced: int) -> Self:
-        """The kept tokens of a prompt's keys [B, H, N, D] and values [B, H, N, Dv]."""
+        """Return a store of the kept tokens of a prompt's keys [B, H, N, D] and values [B, H, N, Dv]."""
         store = cls.make(*gather_kv(keys, values, kept.indices), announced=announced)
         store.valid, store.whole = valid_slots(kept), False
         return store
@@ -101,14 +101,14 @@ class DenseStore:
 
     @property
     def hides(self) -> bool:
-        """Whether some slots are filler."""
+        """Return whether some slots are filler."""
         return self.valid is not None
 
     def update(self, keys: Tensor, values: Tensor, *, reserve: int = 0) -> tuple[Tensor, Tensor]:
         """Append keys [B, H, T, D] and values [B, H, T, Dv] in place; return views of all.
 
         Args:
-            reserve: tokens after these that a growth makes room for at once; 0 where nobody said how many will come.
+            reserve: tokens after these that a growth makes room for at once; 0 if their number is unknown.
         """
         new = keys.shape[2]
         self.make_room(new, reserve)
@@ -136,13 +136,13 @@ class DenseStore:
         """Nothing to do: new tokens are stored at once."""
 
     def expect_pads(self, real: Tensor) -> None:
-        """As `Store.expect_pads`; nobody attends to the pads, whatever later masks say."""
+        """As `Store.expect_pads`; no token attends to the pads, whatever later masks say."""
         held = self.held()
         new = real.to(held.device)[:, None].expand(-1, held.shape[1], -1)
         self.valid = torch.cat([held, new], 2)
 
     def mask(self, call: AttentionCall, *, uneven: bool) -> Any:
-        """The call's mask with filler hidden from new tokens.
+        """Return the call's mask with filler hidden from new tokens.
 
         Args:
             uneven: transformers made the mask for a layer that may store another number of tokens.
@@ -165,7 +165,7 @@ class DenseStore:
         )  # fmt: skip
 
     def held(self) -> Tensor:
-        """[B, 1 or H, length] bool: which slots hold a token."""
+        """Return [B, 1 or H, length] bool, True where a slot holds a token."""
         x = self.buffers()[0]
         shown = torch.ones(x.shape[0], 1, self.length, dtype=torch.bool, device=x.device)
         if self.valid is None:
@@ -189,7 +189,7 @@ class DenseStore:
         return torch.where(shown, place, FILLER).expand(-1, self.buffers()[0].shape[1], -1)
 
     def refill(self, keys: Tensor, values: Tensor, kept: Kept, *, announced: int) -> Self:
-        """A store of the same kind that holds the kept tokens alone."""
+        """Return a store of the same kind that holds the kept tokens alone."""
         store = self.make(keys, values, announced=announced)
         store.valid, store.whole, store.home = valid_slots(kept), False, self.home
         return store
@@ -234,27 +234,27 @@ class DenseStore:
         self._keys, self._values = change(self.keys), change(self.values)
 
     def nbytes(self) -> int:
-        """Bytes of the filled slots."""
+        """Return the bytes of the filled slots."""
         held = sum({x.data_ptr(): x.nbytes for x in self.buffers()}.values())  # keys and values may be one tensor
         return held * self.length // self.capacity if self.capacity else held
 
     def buffers(self) -> list[Tensor]:
-        """Keys and values, slack included."""
+        """Return keys and values, slack included."""
         return [self._keys, self._values]
 
     def tensors(self) -> list[Tensor]:
-        """Keys and values, slack included."""
+        """Return keys and values, slack included."""
         return self.buffers()
 
     def state(self) -> dict[str, Tensor]:
-        """The store as plain tensors."""
+        """Return the store as plain tensors."""
         numbers = torch.tensor([self.settled, int(self.whole)], device="cpu")
         state = {"keys": self.keys, "values": self.values, "numbers": numbers}
         return state if self.valid is None else {**state, "valid": self.valid}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Tensor], *, announced: int = 0) -> Self:
-        """The store that `state` described.
+        """Return the store that `state` described.
 
         Raises:
             KeyError, ValueError: a tensor is missing, or shapes contradict each other.
@@ -276,7 +276,7 @@ class DenseStore:
 
     @classmethod
     def cat(cls, stores: Sequence[DenseStore], *, announced: int) -> Self:
-        """The rows of several stores as one; shorter ones get filler on the left. The stores stay as they are."""
+        """Return the rows of several stores as one; shorter ones get filler on the left. The stores do not change."""
         most = max(store.length for store in stores)
 
         def left(x: Tensor) -> Tensor:
@@ -294,13 +294,13 @@ class DenseStore:
 
 
 def gather(x: Tensor, indices: Tensor) -> Tensor:
-    """[B, H, N, D] at [B, H, K] indices, as new memory; filler slots get zeros."""
+    """Return [B, H, N, D] at [B, H, K] indices, as new memory; filler slots get zeros."""
     slots = indices.clamp_min(0)[..., None].expand(-1, -1, -1, x.shape[-1])
     return x.gather(2, slots).masked_fill_((indices == FILLER)[..., None], 0.0)
 
 
 def gather_kv(keys: Tensor, values: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values at the indices [B, H, K] as new memory: one launch on CUDA, `gather` twice elsewhere."""
+    """Return keys and values at the indices [B, H, K] as new memory: one launch on CUDA, `gather` twice elsewhere."""
     if not (keys.stride(-1) == values.stride(-1) == 1 and kernels_run_on(keys.device)):
         return gather(keys, indices), gather(values, indices)
     from decantkv import kernels
@@ -309,7 +309,7 @@ def gather_kv(keys: Tensor, values: Tensor, indices: Tensor) -> tuple[Tensor, Te
 
 
 def valid_slots(kept: Kept) -> Tensor | None:
-    """[B, 1 or H, K] bool, which slots hold a token; None when all do. Free of waiting where the host knows."""
+    """Return [B, 1 or H, K] bool, True where a slot holds a token, or None if all do; no wait where the host knows."""
     if kept.rows is not None and set(kept.rows) == {kept.indices.shape[2]}:
         return None
     valid = kept.valid()
@@ -320,6 +320,6 @@ def valid_slots(kept: Kept) -> Tensor | None:
 
 
 def _owned(x: Tensor) -> Tensor:
-    """The tensor alone in its storage: a view of something larger would keep all of that alive."""
+    """Return the tensor alone in its storage: a view of a larger one would keep all of it alive."""
     whole = x.untyped_storage().nbytes() == x.numel() * x.element_size()
     return x if whole else x.clone(memory_format=torch.contiguous_format)

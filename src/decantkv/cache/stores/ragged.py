@@ -29,7 +29,7 @@ TILE_BYTES = 8 * 2**20  # of logits and upcast keys alive at once in the torch p
 
 
 class Mark(NamedTuple):
-    """Where a store stands between two steps."""
+    """The fill of a store between two steps."""
 
     lens: Tensor
     room: int
@@ -143,7 +143,7 @@ class RaggedStore:
         Args:
             keys: [B, H, T, D]; values: [B, H, T, Dv].
             real: [B, T] bool, False at a pad, which is not stored; pads are leftmost. None when there is none.
-            reserve: tokens after these that a growth makes room for at once; 0 where nobody said how many will come.
+            reserve: tokens after these that a growth makes room for at once; 0 if their number is unknown.
         """
         new = keys.shape[2]
         if new > self.room:
@@ -174,7 +174,7 @@ class RaggedStore:
         self.lens += new if shown is None else shown.sum(-1)
 
     def _append_at_once(self, keys: Tensor, values: Tensor) -> bool:
-        """Whether one launch wrote the new tokens and counted them."""
+        """Return whether one launch wrote the new tokens and counted them."""
         step = kernels_on(keys.device, "step")
         if step is None or keys.shape[2] > step.MOST_TOKENS or not keys.dtype == values.dtype == self.keys.dtype:
             return False
@@ -387,7 +387,7 @@ class RaggedStore:
         return storage_bytes(self.buffers())
 
     def mark(self) -> Mark:
-        """Where the store stands; a step that went wrong is taken back to it."""
+        """Return the store's fill, to which a step that went wrong is taken back."""
         return Mark(self.lens.clone(), self.room, self.appended)
 
     def back_to(self, mark: Mark) -> None:

@@ -17,7 +17,7 @@ class StaticStore(DenseStore):
     """transformers' StaticLayer: slots for kept and new tokens, taken at once and never more."""
 
     def __init__(self, keys: Tensor, values: Tensor, *, announced: int = 0) -> None:
-        """Copy into a layer with room for all new tokens that were announced, or a step's worth where none were."""
+        """Copy into a layer with room for `announced` new tokens, or for `ROOM` if their number is unknown."""
         with torch.device(keys.device):  # where it counts, whatever the default device
             self._layer: Any = cache_utils.StaticLayer(keys.shape[2] + (announced or ROOM))
             self._layer.update(*alike(keys, values))  # until transformers 5 both tensors take the keys' dtype

@@ -1,4 +1,4 @@
-"""What every store of kept tokens can do; a cache layer has one, and knows nothing of how it is laid out."""
+"""The interface of stores of kept tokens. A cache layer has one store, and does not depend on its layout."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Store(Protocol):
 
     @property
     def length(self) -> int:
-        """What `cut` counts: slots, or columns since the last eviction."""
+        """The number that `cut` takes: slots, or columns since the last eviction."""
 
     @property
     def batch(self) -> int:
@@ -56,7 +56,7 @@ class Store(Protocol):
 
     @property
     def hides(self) -> bool:
-        """Whether slots are stored that no token may attend to."""
+        """Return whether slots are stored that no token may attend to."""
 
     def update(self, keys: Tensor, values: Tensor, *, reserve: int = 0) -> tuple[Tensor, Tensor]:
         """Take keys [B, H, T, D] and values [B, H, T, Dv]; return what the attention function gets to read."""
@@ -89,7 +89,7 @@ class Store(Protocol):
         """Forget the newest `number` columns."""
 
     def cut(self, length: int) -> bool:
-        """Whether all that was written, or was being written, behind so many slots or columns is forgotten."""
+        """Forget what was written behind so many slots or columns; return whether that was possible."""
 
     def select_rows(self, rows: Tensor) -> None:
         """Batch rows in a new order, repeated or left out; rows: [B'] int64."""
