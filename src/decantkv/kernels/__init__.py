@@ -67,17 +67,12 @@ def window_scores(
         raise ValueError(f"kernel_size: expected a positive odd number, got {kernel_size}")
     if output_projection is not None and quantity != "perturbation":
         raise ValueError(f"output_projection: expected None for {quantity}, got {list(output_projection.shape)}")
-    if torch.compiler.is_compiling():
-        scores: Tensor = ops.window_scores(
-            q, k, v, scale, start, softcap, sink_logits, out, lse, quantity, reduce, row_pool, kernel_size, chunk,
-            output_projection,
-        )  # fmt: skip
-        return scores
-    return launch_scores(
-        q, k, v, scale, start=start, softcap=softcap, sink_logits=sink_logits, out=out, lse=lse,
-        quantity=quantity, reduce=reduce, row_pool=row_pool, kernel_size=kernel_size, chunk=chunk,
-        output_projection=output_projection,
+    run = ops.window_scores if torch.compiler.is_compiling() else launch_scores
+    scores: Tensor = run(
+        q, k, v, scale, start=start, softcap=softcap, sink_logits=sink_logits, out=out, lse=lse, quantity=quantity,
+        reduce=reduce, row_pool=row_pool, kernel_size=kernel_size, chunk=chunk, output_projection=output_projection,
     )  # fmt: skip
+    return scores
 
 
 def select_topk(
@@ -123,15 +118,12 @@ def select_topk(
         raise ValueError(f"counts: expected contiguous {list(scores.shape[:2])}, got {list(counts.shape)}")
     if forced is not None and (forced.shape != scores.shape[::2] or forced.dtype != torch.bool):
         raise ValueError(f"forced: expected bool {list(scores.shape[::2])}, got {forced.dtype} {list(forced.shape)}")
-    if torch.compiler.is_compiling():
-        index: Tensor = ops.select_topk(
-            scores, n_keep, counts, start, pool, kernel_size, pool_stop, sinks, window, forced
-        )
-        return index
-    return launch_select(
+    run = ops.select_topk if torch.compiler.is_compiling() else launch_select
+    index: Tensor = run(
         scores, n_keep, counts=counts, start=start, pool=pool, kernel_size=kernel_size, pool_stop=pool_stop,
         sinks=sinks, window=window, forced=forced,
     )  # fmt: skip
+    return index
 
 
 def gather_kv(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -37,23 +39,7 @@ def window_scores(
 
 
 @window_scores.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    start: Tensor | None,
-    softcap: float | None,
-    sink_logits: Tensor | None,
-    out: Tensor | None,
-    lse: Tensor | None,
-    quantity: str,
-    reduce: str,
-    row_pool: str,
-    kernel_size: int,
-    chunk: int,
-    output_projection: Tensor | None,
-) -> Tensor:
+def _(q: Tensor, k: Tensor, *_: Any) -> Tensor:
     return k.new_empty(k.shape[:3], dtype=torch.float32)
 
 
@@ -78,18 +64,7 @@ def select_topk(
 
 
 @select_topk.register_fake
-def _(
-    scores: Tensor,
-    n_keep: int,
-    counts: Tensor | None,
-    start: Tensor | None,
-    pool: str,
-    kernel_size: int,
-    pool_stop: int | None,
-    sinks: int,
-    window: int,
-    forced: Tensor | None,
-) -> Tensor:
+def _(scores: Tensor, n_keep: int, *_: Any) -> Tensor:
     return scores.new_empty((*scores.shape[:2], n_keep), dtype=torch.int64)
 
 
@@ -133,24 +108,8 @@ def score_paged(
 
 
 @score_paged.register_fake
-def _(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    lengths: Tensor,
-    scale: float,
-    softcap: float | None,
-    sink_logits: Tensor | None,
-    quantity: str,
-    reduce: str,
-    row_pool: str,
-    kernel_size: int,
-    chunk: int,
-    output_projection: Tensor | None,
-    n_keys: int,
-) -> Tensor:
-    return q.new_empty((q.shape[0], k_cache.shape[2], n_keys), dtype=torch.float32)
+def _(q: Tensor, k_cache: Tensor, *rest: Any) -> Tensor:
+    return q.new_empty((q.shape[0], k_cache.shape[2], rest[-1]), dtype=torch.float32)  # the last argument: n_keys
 
 
 @torch.library.custom_op("decantkv::compact_paged", mutates_args=("k_cache", "v_cache"))
@@ -167,12 +126,5 @@ def compact_paged(
 
 
 @compact_paged.register_fake
-def _(
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    index: Tensor,
-    first_block: Tensor,
-    counts: Tensor | None,
-) -> None:
+def _(*_: Any) -> None:
     return None
