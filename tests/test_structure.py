@@ -1,4 +1,4 @@
-"""What keeps the package easy to follow: few fields that change per class, a short walk, fields known in one place."""
+"""What keeps the package easy to follow: few fields that change, short functions, a short walk, fields in one place."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 import decantkv
 from tests.support import walk
 
-CACHE = Path(decantkv.__file__).parent / "cache"
+PACKAGE = Path(decantkv.__file__).parent
+CACHE = PACKAGE / "cache"
 MOST_FIELDS = 12
 OF_A_LAYER = {"phase", "chunks", "unmasked", "postponed", "noted"}  # and of its phases
 OF_STORES = {"settled", "whole", "valid", "real", "fresh"}
@@ -39,6 +40,16 @@ def fields_that_change(tree):
 def test_no_class_of_the_cache_has_more_than_twelve_fields_that_change(path):
     for name, found in fields_that_change(ast.parse(path.read_text())):
         assert len(found) <= MOST_FIELDS, f"{name}: {sorted(found)}"
+
+
+def test_no_function_of_the_library_is_longer_than_eighty_lines():
+    long = []
+    for path in PACKAGE.rglob("*.py"):
+        room = path.relative_to(PACKAGE).parts[0]
+        for node in ast.walk(ast.parse(path.read_text())) if room not in ("kernels", "lab") else ():
+            if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno >= 80:
+                long.append(f"{path.name}: {node.name}")
+    assert not long
 
 
 @pytest.mark.parametrize("file", ["files.py", "concat.py", "memory.py", "../decode/graphs.py"])

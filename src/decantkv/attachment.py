@@ -83,22 +83,21 @@ def attach(
 ) -> Run:
     """From here on, prompts that `model` reads keep only `budget` of their cache.
 
-    Works for `generate`, pipelines, streaming and bare forwards that use a cache. Acts at the call; use the result as
-    a context manager, or call `detach()`. A nested `attach` wins until it ends. In threads, a thread's own newest run
-    counts; a thread without one follows the newest of all.
+    Works for `generate`, pipelines, streaming and bare forwards. Acts at the call; use the result as a context manager,
+    or call `detach()`. A nested `attach` wins until it ends; in a thread its own newest run counts, else the newest.
 
     Args:
         model: an unmodified transformers model, or what `torch.compile`, PEFT or data parallelism made of one; its
             parameters and configuration are not touched.
         method: a name, "name:preset", or a `Method`; `options` are the named method's own.
-        settings: what `Settings.parse` made of method, budget and the options up to `rehearsal`, in place of them all.
+        settings: what `Settings.parse` made of method, budget and the options up to `rehearsal`, in their place.
         budget: what is kept: a fraction in (0, 1] or a number of tokens per head, protected ones included.
         allocation: how the budget is spread: "uniform", "shared" (one set for all heads of a layer), "ada",
             "ada-kvpress", "heads", "pyramid", "layer", "global", or a rule; None takes the method's own.
         sinks: first tokens always kept; None takes the method's own.
         protect: spans (start, stop) of prompt positions always kept, from a row's first real token; also "system" and
-            "tools", the parts of `chat` that its template writes for them.
-        chat: the prompt as a `Chat`, or the prompts that may come, where `protect` names parts of a chat.
+            "tools", what the chat template writes for them.
+        chat: the prompt as a `Chat`, or a list of those that may come; for "system" and "tools".
         impl: "auto", "reference", "torch" or "triton".
         rehearsal: what is run over a prompt before it is evicted, so that what any later question needs stays: "replay"
             (the prompt once more), "anchors" (a tenth of it, "anchors:0.05" another share), both joined by "+", or a
@@ -110,12 +109,10 @@ def attach(
         decode_budget: tokens per head that stay then, of everything or, with `protect_prompt`, of the answer alone;
             None: as many as `budget` gave the prompt.
         protect_prompt: what was kept of the prompt stays for good.
-        decode: "model": the model's own attention reads what was kept; "own": attention that takes lengths instead of
-            masks, on CUDA steps of `generate` that are replayed as a CUDA graph, and for chunks of a prompt attention
-            that needs no mask of everything by everything; "auto": "own" on CUDA, "model" elsewhere.
+        decode: "model": the model's own attention reads what was kept, through masks; "own": the layers attend by
+            themselves, without masks, and on CUDA steps of `generate` are replayed as a graph; "auto": "own" on CUDA.
         store: "plain", or where kept tokens live inside a layer of transformers' own: "fp8" or "static".
-        reuse_lse: with sdpa, prompts are attended to by the same op of torch's, asked for its softmax denominators:
-            scoring then reads keys and values once instead of twice. `report` says where that was not possible.
+        reuse_lse: take softmax denominators from sdpa's own op where possible: scoring then reads keys and values once.
 
     Raises:
         TypeError, ValueError: an argument out of its range.
