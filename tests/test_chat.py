@@ -53,7 +53,10 @@ TOOLS = [{"type": "function", "function": {"name": name, "parameters": {}}} for 
 def tokenizer(template):
     inner = Tokenizer(WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]"))
     inner.pre_tokenizer = WhitespaceSplit()
-    made = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="[UNK]", pad_token="<pad>", padding_side="left")
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=inner, unk_token="[UNK]", pad_token="<pad>", padding_side="left",
+        model_input_names=["input_ids", "attention_mask"],
+    )  # fmt: skip
     made.chat_template = template
     return made
 
