@@ -82,6 +82,8 @@ class Chat:
             rendered: str = self.tokenizer.apply_chat_template(
                 messages, tools=tools, tokenize=False, add_generation_prompt=self.generation, **self.options
             )
+        except ImportError:
+            raise
         except Exception as error:  # templates raise errors of their own, through jinja2
             raise ValueError(f"chat: expected messages that the chat template takes, got an error: {error}") from error
         return rendered
