@@ -155,7 +155,7 @@ def renew(policy: Eviction, layer: EvictingLayer, call: CallTerms) -> None:
     counts = [min(n, limit) for n, limit in zip(held, most, strict=True)]
     if counts == held:
         return
-    trail = Trail(_positions(phase, layer.logical, stored), (0,) * batch, (0,) * batch)
+    trail = Trail(_positions(phase, layer.logical, held, stored), (0,) * batch, (0,) * batch)
     forced = trail.inside(policy.settings.protect, starts) if policy.settings.protect else None
     if policy.bounds.protect_prompt:
         forced = trail.inside([(0, max(ends))], [0] * batch)
@@ -174,8 +174,11 @@ def renew(policy: Eviction, layer: EvictingLayer, call: CallTerms) -> None:
         policy.check_filler(store, call.attention_class)
 
 
-def _positions(phase: Whole, logical: int, stored: int) -> Tensor:
+def _positions(phase: Whole, logical: int, held: Sequence[int], stored: int) -> Tensor:
     """[B, H, S] int64: where the slots that `right_aligned` gave come from, FILLER on the left."""
     later = phase.store.later(logical)
     kept = [phase.kept.indices.expand(-1, later.shape[1], -1)] if isinstance(phase, Evicted) else []
-    return torch.cat([*kept, later], 2).sort(-1).values[..., -stored:]
+    places = torch.cat([*kept, later], 2)
+    if places.shape[2] == stored and set(held) == {stored}:  # no filler among them: in order as they are
+        return places
+    return places.sort(-1).values[..., -stored:]

@@ -36,6 +36,18 @@ class Mark(NamedTuple):
     appended: int
 
 
+class Known(NamedTuple):
+    """What is known of the lanes' tokens beside their number on the device.
+
+    Attributes:
+        evicted: tokens that each head of a row held at the last eviction; None: only the device knows.
+        real: [B, C] bool, False where one of the first C appended columns is a pad; None while all are tokens.
+    """
+
+    evicted: tuple[int, ...] | None = None
+    real: Tensor | None = None
+
+
 class RaggedStore:
     """One layer's kept tokens, which attends to them itself.
 
@@ -45,7 +57,7 @@ class RaggedStore:
         starts, lens: [B·H] int64 on the device.
         room: slots every lane still has free at its end.
         appended: columns given since the prompt, pads included, which is how far `crop` may go back.
-        real: [B, C] bool, False where one of the first C appended columns is a pad; None while all are tokens.
+        known: what the host knows of the last eviction, and which columns are pads.
         fresh: new tokens that wait for their attention call: keys and values, or nothing.
         changing: an interrupt in the midst of a change leaves this True, and the lanes of no use.
     """
@@ -66,7 +78,7 @@ class RaggedStore:
         self.keys, self.values, self.starts, self.lens = keys, values, starts, lens
         self.heads = lens.shape[0] // batch
         self.room, self.appended = room, appended
-        self.real: Tensor | None = None
+        self.known = Known()
         self.fresh: tuple[Tensor, ...] = ()
         self.home = keys.device
         self.changing = False
@@ -76,6 +88,11 @@ class RaggedStore:
     def batch(self) -> int:
         """B."""
         return self.lens.shape[0] // self.heads
+
+    @property
+    def real(self) -> Tensor | None:
+        """[B, C] bool, as in `Known`."""
+        return self.known.real
 
     @property
     def stored(self) -> int:
@@ -106,7 +123,7 @@ class RaggedStore:
             flat_keys, flat_values, starts = flat_keys[held], flat_values[held], lens.cumsum(0) - lens
         ragged = cls(flat_keys, flat_values, starts, lens, batch=batch, appended=store.appended)
         if store.hides and store.appended:
-            ragged.real = store.held()[:, 0, stored - store.appended :]
+            ragged.known = Known(real=store.held()[:, 0, stored - store.appended :])
         return ragged
 
     @classmethod
@@ -123,7 +140,9 @@ class RaggedStore:
         token = chosen[held]
         lens = held.sum(-1)
         b, h = lane // heads, lane % heads
-        return cls(keys[b, h, token], values[b, h, token], lens.cumsum(0) - lens, lens, batch=batch)
+        store = cls(keys[b, h, token], values[b, h, token], lens.cumsum(0) - lens, lens, batch=batch)
+        store.known = Known(kept.rows)
+        return store
 
     def update(self, keys: Tensor, values: Tensor, *, reserve: int = 0) -> tuple[Tensor, Tensor]:
         """Hold new tokens until their attention call, which alone says which of them are pads; `append` stores them."""
@@ -154,7 +173,7 @@ class RaggedStore:
         if real is not None or not self._append_at_once(keys, values):
             self._append_each(keys, values, real)
         if real is not None:
-            self.real = torch.cat([self.columns(), real], 1)
+            self.known = self.known._replace(real=torch.cat([self.columns(), real], 1))
         self.room -= new
         self.appended += new
         self.changing = False
@@ -263,32 +282,47 @@ class RaggedStore:
         ahead = logical - behind - kept.indices[kept.valid()]
         self.keys = rotate(self.keys[None, None], ahead[None])[0, 0]
 
+    def counts(self) -> list[int] | None:
+        """Return how many tokens each head of a row holds, or None if only the device knows."""
+        if self.known.evicted is None or self.real is not None:
+            return None
+        return [n + self.appended for n in self.known.evicted]
+
     def right_aligned(self, mask: Any = None) -> tuple[Tensor, Tensor, list[int]]:
         """As `Store.right_aligned`, where heads hold equally many; left of a lane's tokens lies anything."""
-        longest = int(self.lens.max())
+        held = self.counts() or self.lens.view(self.batch, -1)[:, 0].tolist()
+        longest = max(held)
         place = torch.arange(longest, device=self.lens.device)
         slots = (self.starts + self.lens)[:, None] - longest + place
         slots = slots.clamp_min(0)
         shape = (self.batch, self.heads, longest)
-        held = self.lens.view(self.batch, -1)[:, 0].tolist()
         return self.keys[slots].view(*shape, -1), self.values[slots].view(*shape, -1), held
 
     def refill(self, keys: Tensor, values: Tensor, kept: Kept, *, announced: int = 0) -> RaggedStore:
         """Replace what the lanes hold by fewer tokens; storage stays, and what is freed becomes room.
 
+        The host does not wait where it knows what all heads hold, before and after.
+
         Args:
             keys: [B, H, K, D]; values: [B, H, K, Dv]; the last `kept.counts` of each lane are its tokens.
         """
-        lens = kept.counts.flatten()
-        place = torch.arange(keys.shape[2], device=keys.device)
-        held = place >= keys.shape[2] - lens[:, None]
-        slots = (self.starts[:, None] + place - (keys.shape[2] - lens)[:, None])[held]
+        before, lens, width = self.counts(), kept.counts.flatten(), keys.shape[2]
+        slots = self.starts[:, None] + torch.arange(width, device=keys.device)
+        keys, values = keys.flatten(0, 1), values.flatten(0, 1)
+        if kept.rows is None or set(kept.rows) != {width}:
+            missing = (width - lens)[:, None]
+            held = torch.arange(width, device=keys.device) >= missing
+            slots, keys, values = (slots - missing)[held][None], keys[held][None], values[held][None]
         self.keys, self.values = writable(self.keys, keys), writable(self.values, values)
         self.lens = writable(self.lens, lens)
-        self.keys.index_copy_(0, slots, keys.flatten(0, 1)[held])
-        self.values.index_copy_(0, slots, values.flatten(0, 1)[held])
+        self.keys.index_copy_(0, slots.flatten(), keys.flatten(0, 1))
+        self.values.index_copy_(0, slots.flatten(), values.flatten(0, 1))
+        if before is None or kept.rows is None:
+            self.room = int((self._capacity() - lens).min())
+        else:
+            self.room += min(n - left for n, left in zip(before, kept.rows, strict=True))
         self.lens.copy_(lens)
-        self.room, self.appended, self.real = int((self._capacity() - lens).min()), 0, None
+        self.known, self.appended = Known(kept.rows), 0
         return self
 
     def crop(self, number: int) -> None:
@@ -311,7 +345,7 @@ class RaggedStore:
             self.room += number
         else:  # a pad took no slot, and gives none back
             self.lens -= self.columns()[:, left:].sum(1).repeat_interleave(self.heads)
-            self.real = self.real[:, :left] if left else None
+            self.known = self.known._replace(real=self.real[:, :left] if left else None)
             self.room = int((self._capacity() - self.lens).min())
         self.appended = left
         self.changing = False
@@ -337,7 +371,7 @@ class RaggedStore:
             rows: [B'] int64 batch rows.
         """
         lanes = rows.to(self.lens.device)[:, None] * self.heads + torch.arange(self.heads, device=self.lens.device)
-        self.real = None if self.real is None else self.real[rows.to(self.real.device)]
+        self.known = Known(real=None if self.real is None else self.real[rows.to(self.real.device)])
         self._move(lanes.flatten(), self.room)
 
     def shrink(self, keep: Tensor) -> None:
@@ -351,6 +385,7 @@ class RaggedStore:
         # every slot is filled here, so that counting by lane is counting by span
         before = torch.nn.functional.pad(keep.long().cumsum(0), (1, 0))
         lens = before[self.starts + self.lens] - before[self.starts]
+        self.known = Known()
         self._layout(self.keys[keep], self.values[keep], lens, 0)
 
     def lanes(self) -> Tensor:
@@ -441,7 +476,7 @@ class RaggedStore:
         apart = int(ends[-1]) <= keys.shape[0] and not bool((ends[:-1] > first[1:]).any())
         check(apart, "lanes", "inside their storage, beside one another")
         store = cls(keys, values, starts, lens, batch=batch, room=room, appended=appended)
-        store.real = real
+        store.known = Known(real=real)
         return store
 
     @classmethod
@@ -465,7 +500,8 @@ class RaggedStore:
         )
         if any(store.real is not None or store.appended < appended for store in stores):
             columns = [store.columns()[:, max(0, store.appended - appended) :] for store in stores]
-            joined.real = torch.cat([torch.nn.functional.pad(x, (appended - x.shape[1], 0)) for x in columns])
+            real = torch.cat([torch.nn.functional.pad(x, (appended - x.shape[1], 0)) for x in columns])
+            joined.known = Known(real=real)
         return joined
 
     def _filled(self) -> Tensor:
@@ -478,7 +514,7 @@ class RaggedStore:
         """Move everything to a device."""
         self.keys, self.values = self.keys.to(device), self.values.to(device)
         self.starts, self.lens, self._splits = self.starts.to(device), self.lens.to(device), None
-        self.real = None if self.real is None else self.real.to(device)
+        self.known = self.known._replace(real=None if self.real is None else self.real.to(device))
 
     def _capacity(self) -> Tensor:
         """[B·H] int64: slots from each lane's start to the next lane's."""
