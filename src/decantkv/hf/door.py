@@ -80,8 +80,9 @@ def _any(model: PreTrainedModel, config: Any, name: str) -> bool:
 
 def _check_sharing(model: PreTrainedModel, config: Any) -> None:
     """Raise where layers share keys in a way that is not known to read only what the cache returned."""
+    kinds = {type(part) for part in model.modules()}
     shares = getattr(config, "num_kv_shared_layers", 0) or any(
-        "shared_kv_states" in inspect.signature(part.forward).parameters for part in model.modules()
+        "shared_kv_states" in inspect.signature(kind.forward).parameters for kind in kinds
     )
     if shares and config.model_type not in READ_AGAIN:
         raise refused(model, "layers that attend to keys of their own", "whose layers read one another's keys")

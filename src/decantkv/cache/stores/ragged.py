@@ -7,7 +7,7 @@ for new tokens is taken when the first one comes, the same for every lane, and a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -230,35 +230,53 @@ class RaggedStore:
         return attended
 
     def _attend_in_tiles(self, q: Tensor, scale: float, softcap: float | None, sink_logits: Tensor | None) -> Tensor:
-        """Lane by lane, a tile of keys at a time, in at least float32."""
+        """Lanes of like length together, a tile of keys at a time, in at least float32."""
         wide = torch.promote_types(q.dtype, torch.float32)
         new, width = q.shape[2], self.values.shape[1]
         group = q.shape[1] // self.heads
         rows = q.reshape(-1, group * new, q.shape[3]).to(wide) * scale  # [B·H, g·T, D]
-        out = torch.empty(rows.shape[0], group * new, width, dtype=wide, device=q.device)
+        out = torch.zeros(rows.shape[0], group * new, width, dtype=wide, device=q.device)
         sinks = None if sink_logits is None else sink_logits.to(wide).view(-1, group).repeat_interleave(new, 1)
         behind = torch.arange(new - 1, -1, -1, device=q.device).repeat(group)  # tokens appended after each row's own
         item = torch.finfo(wide).bits // 8
         tile = max(16, TILE_BYTES // (item * (2 * group * new + q.shape[3] + width)))
-        for lane, (start, length) in enumerate(zip(self.starts.tolist(), self.lens.tolist(), strict=True)):
-            sink = None if sinks is None else sinks[lane % self.heads]
-            m = rows.new_full((group * new,), -torch.inf) if sink is None else sink
-            total = torch.zeros_like(m) if sink is None else torch.ones_like(m)
-            acc = out.new_zeros(group * new, width)
-            for low in range(0, length, tile):
-                high = min(low + tile, length)
-                s = rows[lane] @ self.keys[start + low : start + high].to(wide).T
+        for lanes, shortest, longest in self._alike(tile):
+            seen = self.lens[lanes][:, None] - behind  # [n, g·T]
+            m = rows.new_full(seen.shape, -torch.inf) if sinks is None else sinks[lanes % self.heads]
+            total = torch.zeros_like(m) if sinks is None else torch.ones_like(m)
+            acc = out.new_zeros(*seen.shape, width)
+            ends = (self.starts + self.lens)[lanes][:, None] - 1
+            for low in range(0, longest, tile):
+                place = torch.arange(low, min(low + tile, longest), device=q.device)
+                slots = torch.minimum(self.starts[lanes][:, None] + place, ends).flatten()
+                keys, values = (
+                    x.index_select(0, slots).view(len(lanes), len(place), -1).to(wide) for x in self.buffers()
+                )
+                s = rows[lanes] @ keys.mT  # [n, g·T, keys]
                 if softcap is not None:
                     s = torch.tanh(s / softcap) * softcap
-                if high > length - new:
-                    s = s.masked_fill(torch.arange(low, high, device=q.device) >= length - behind[:, None], -torch.inf)
+                if low + tile > shortest - new:
+                    s.masked_fill_(place >= seen[..., None], -torch.inf)
                 m_new = torch.maximum(m, s.amax(-1))
                 safe = m_new.masked_fill(m_new == -torch.inf, 0.0)
-                e, decay = torch.exp(s - safe[:, None]), torch.exp(m - safe)
-                acc = acc * decay[:, None] + e @ self.values[start + low : start + high].to(wide)
+                e, decay = torch.exp(s - safe[..., None]), torch.exp(m - safe)
+                acc = acc * decay[..., None] + e @ values
                 total, m = total * decay + e.sum(-1), m_new
-            out[lane] = acc / total.where(total > 0, 1.0)[:, None]
+            out[lanes] = acc / total.where(total > 0, 1.0)[..., None]
         return out.view(q.shape[0], -1, new, width).to(q.dtype)
+
+    def _alike(self, most: int) -> Iterator[tuple[Tensor, int, int]]:
+        """Lanes by length, as many at once as hold `most` tokens with filler: their numbers, and two of the lengths.
+
+        The shortest and the longest; lanes that hold nothing are left out.
+        """
+        lens, order = self.lens.sort(descending=True)
+        lengths = [length for length in lens.tolist() if length]
+        at = 0
+        while at < len(lengths):
+            stop = min(at + max(1, most // lengths[at]), len(lengths))
+            yield order[at:stop], lengths[stop - 1], lengths[at]
+            at = stop
 
     def mask(self, call: AttentionCall, *, uneven: bool) -> Any:
         """Not for a store that attends itself."""
