@@ -1,16 +1,13 @@
 """A prompt read in chunks, without masks where the model allows it, is the prompt read in one piece."""
 
-import dataclasses
-
 import pytest
 import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from decantkv import scoring
-from decantkv.lab.eval.engine import keep, prompt
-from decantkv.lab.eval.engine.keep import choose, score
+from decantkv.cache import own_attention
+from decantkv.cache.layer import EvictingLayer
 from decantkv.lab.eval.engine.policy import parse_policies
-from decantkv.lab.eval.engine.prompt import Reader
+from decantkv.lab.eval.engine.reading import Reader
 
 LENGTH, CUT = 91, 64
 SMALL = {
@@ -58,9 +55,9 @@ def read(model, ids, chunk, cuts):
     reader = Reader(model, rows=max(each.rows for each in settings.values()), needs=needs)
     reader.chunk_of = lambda length: chunk
     kept = {}
-    for cut, windows in reader.read(ids, cuts):
+    for cut in reader.read(ids, cuts):
         for label, each in settings.items():
-            kept[label, cut] = choose(windows, each, score(windows, each)).indices.tolist()
+            kept[label, cut.length] = [layer.kept.indices.tolist() for layer in cut.evict(each).layers]
     return reader, reader.reading(), kept
 
 
@@ -70,8 +67,10 @@ def test_chunks_of_any_size_give_the_logits_and_choices_of_one_piece(name, monke
     make, without_masks = MODELS[name]
     model = make()
     ids = torch.randint(1, 97, (LENGTH,), generator=torch.Generator().manual_seed(5)).tolist()
-    attended, attend = [], prompt.attend_chunk
-    monkeypatch.setattr(prompt, "attend_chunk", lambda *a, **k: attended.append(a[0].shape[2]) or attend(*a, **k))
+    attended, attend = [], own_attention.attend_chunk
+    monkeypatch.setattr(
+        own_attention, "attend_chunk", lambda *a, **k: attended.append(a[0].shape[2]) or attend(*a, **k)
+    )
     with torch.no_grad():
         whole = model(torch.tensor([ids]), logits_to_keep=1).logits[0, -1]
     reader, one, kept = read(model, ids, LENGTH, [])
@@ -84,8 +83,9 @@ def test_chunks_of_any_size_give_the_logits_and_choices_of_one_piece(name, monke
         assert bool(attended) == without_masks
         assert here == kept
         torch.testing.assert_close(reading.next_logits, whole, atol=2e-4, rtol=1e-4)
-        for mine, theirs in zip([*reading.keys, *reading.values], [*one.keys, *one.values], strict=True):
-            torch.testing.assert_close(mine, theirs, atol=2e-4, rtol=1e-4)
+        for mine, theirs in zip(reading.whole.layers, one.whole.layers, strict=True):
+            torch.testing.assert_close(mine.keys, theirs.keys, atol=2e-4, rtol=1e-4)
+            torch.testing.assert_close(mine.values, theirs.values, atol=2e-4, rtol=1e-4)
     # cut where a regime cuts it: there the kept sets are those of a prompt that ends there
     _, _, short = read(model, ids[:CUT], CUT, [])
     _, _, cut = read(model, ids, 30, [CUT])
@@ -94,28 +94,35 @@ def test_chunks_of_any_size_give_the_logits_and_choices_of_one_piece(name, monke
 
 def test_a_layer_builds_no_mask_and_is_watched_all_the_same(monkeypatch):
     model, seen = llama(2), []
-    after = prompt.WatchedLayer.after_attention
+    after = EvictingLayer.after_attention
     monkeypatch.setattr(
-        prompt.WatchedLayer,
+        EvictingLayer,
         "after_attention",
         lambda self, call: (seen.append((call.mask, call.query.shape[2], call.key.shape[2])), after(self, call))[1],
     )
     reader = Reader(model, rows=8)
     seen.clear()
     reader.chunk_of = lambda length: 40
-    for _, windows in reader.read(list(range(1, 92)), []):
-        assert [win.q.shape[2] for win in windows] == [8] * 3
+    for cut in reader.read(list(range(1, 92)), []):
+        assert [cut.window(layer, 8).q.shape[2] for layer in range(3)] == [8] * 3
     assert seen == [(None, new, kv) for new, kv in ((40, 40), (40, 80), (11, 91)) for _ in range(3)]
 
 
-def test_attention_with_more_than_a_causal_rule_is_the_models_own():
-    reader = Reader(llama(2), rows=8)
-    for _ in reader.read([1, 2, 3], []):
-        call = reader._watched[0].call
-    assert prompt._plain(call)
-    more = torch.ones(4)
-    for change in ({"softcap": 5.0}, {"sink_logits": more}, {"mask": more}, {"causal": False}, {"backend": "eager"}):
-        assert not prompt._plain(dataclasses.replace(call, **change))
+def test_a_model_that_attends_twice_a_layer_is_refused():
+    from transformers import DiffLlamaConfig, DiffLlamaForCausalLM
+
+    model = DiffLlamaForCausalLM(DiffLlamaConfig(**SMALL, num_key_value_heads=2))
+    with pytest.raises(ValueError, match="one attention call per layer"):
+        Reader(model, rows=8)
+
+
+def test_queries_of_a_whole_prompt_are_held_until_it_is_scored():
+    model, ids = llama(2), list(range(1, 92))
+    reader = Reader(model, rows=8, needs=frozenset({"queries"}))
+    for cut in reader.read(ids, [CUT]):
+        assert cut.window(0, 8, frozenset({"queries"})).queries.shape[2] == cut.length
+    for cut in reader.reading().cuts.values():
+        assert cut.layers[0].call.query.shape[2] == 8
 
 
 def test_memory_for_masks_is_counted_where_there_are_any(monkeypatch):
@@ -125,60 +132,3 @@ def test_memory_for_masks_is_counted_where_there_are_any(monkeypatch):
     assert reader.chunk_of(100_000) > on_cpu
     reader.plain = False
     assert reader.chunk_of(100_000) == on_cpu
-
-
-def test_layers_of_different_shapes_are_refused():
-    stack = prompt.Stack(2, 8)
-    stack.put(0, 0, torch.zeros(1, 2, 3, 4))
-    with pytest.raises(ValueError, match="same heads in every layer"):
-        stack.put(1, 0, torch.zeros(1, 2, 3, 5))
-
-
-def test_a_later_cut_goes_on_from_an_earlier_cuts_sums(monkeypatch):
-    model = llama(2)
-    ids = torch.randint(1, 97, (LENGTH,), generator=torch.Generator().manual_seed(6)).tolist()
-    settings = parse_policies("h2o")[0].settings("0.3")
-    summed, compute = [], scoring.compute
-    monkeypatch.setattr(scoring, "compute", lambda name, win, **k: summed.append(win.window) or compute(name, win, **k))
-    monkeypatch.setattr(keep, "TOGETHER_BYTES", 1)  # a layer at a time, each with its own
-    got = {}
-    for cuts in ([CUT, LENGTH], [LENGTH]):
-        summed.clear()
-        reader = Reader(model, rows=8, needs=frozenset({"queries"}))
-        for cut, windows in reader.read(ids, cuts):
-            got[len(cuts), cut] = score(windows, settings)
-        assert sum(summed) == 3 * LENGTH, "every query is looked at once, whatever the cuts"
-    torch.testing.assert_close(got[2, LENGTH], got[1, LENGTH], rtol=1e-5, atol=1e-7)
-    for _, windows in reader.read(ids[:CUT], [CUT]):  # nothing is carried from one prompt to the next
-        torch.testing.assert_close(score(windows, settings), got[2, CUT], rtol=1e-5, atol=1e-7)
-
-
-def test_what_chunks_knew_of_their_softmax_is_kept_for_whoever_sums_over_queries(monkeypatch):
-    model, attend = llama(2), prompt.attend_chunk
-
-    def knowing(query, keys, values, *, held, scale):
-        """As on a GPU, where a short chunk's attention gives no denominators."""
-        out, _ = attend(query, keys, values, held=held, scale=scale)
-        new, kv_len = query.shape[2], keys.shape[2]
-        logits = query @ keys.repeat_interleave(2, 1).mT * scale
-        seen = torch.ones(new, kv_len, dtype=torch.bool).tril(kv_len - new)
-        return out, logits.masked_fill(~seen, -torch.inf).logsumexp(-1) if new >= 20 else None
-
-    monkeypatch.setattr(prompt, "attend_chunk", knowing)
-    ids = torch.randint(1, 97, (130,), generator=torch.Generator().manual_seed(7)).tolist()
-    reader = Reader(model, rows=8, needs=frozenset({"queries"}))
-    reader.chunk_of = lambda length: 20
-    spans = []
-    for cut, windows in reader.read(ids, [70, 95, 130]):  # chunks end at 20, 40, 60, 70; 90, 95; 115, 130
-        told, win = windows.together.denominators, windows.together
-        spans.append(told[1:])
-        logits = win.queries @ win.k.repeat_interleave(2, 1).mT * win.scale
-        exact = logits.masked_fill(~torch.ones(cut, cut, dtype=torch.bool).tril(), -torch.inf).logsumexp(-1)
-        assert told.lse.shape == exact.shape
-        here = slice(told.start, told.stop)
-        torch.testing.assert_close(told.lse[:, :, here], exact[:, :, here], rtol=1e-5, atol=1e-5)
-        parts = list(keep._parts(win))
-        torch.testing.assert_close(torch.cat([part.denominators.lse for part in parts]), told.lse, equal_nan=True)
-    assert spans == [(20, 60)] * 3, "a chunk that did not know ends what is known"
-    for _, windows in Reader(model, rows=8).read(ids, [130]):
-        assert windows.together.denominators is None, "nobody asked"

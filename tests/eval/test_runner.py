@@ -13,6 +13,7 @@ from decantkv.lab.eval import runner as runner_module
 from decantkv.lab.eval.chat import ChatFormat
 from decantkv.lab.eval.cli import make_plan
 from decantkv.lab.eval.engine.quantise import bytes_share
+from decantkv.lab.eval.engine.reading import Cut
 from decantkv.lab.eval.results import ROWS, RUN, Store, pack, read_folder, read_rows
 from decantkv.lab.eval.ruler import Series, Sources
 from decantkv.lab.eval.runner import Runner
@@ -117,19 +118,19 @@ def test_without_memory_for_a_single_row_it_waits_for_others(whole, model, form,
 
 
 def test_a_prompt_that_failed_half_way_leaves_nothing_behind(model, form, tmp_path, monkeypatch):
-    held, stacks, choose, finish = [], [], Runner._choose, Runner._finish
+    held, keys, score, finish = [], [], Cut.score, Runner._finish
 
-    def tight(self, windows, *rest):
-        stacks.append(weakref.ref(self.reader._stacks[0].whole))
-        if len(stacks) == 1:
+    def tight(self, settings):
+        keys.append(weakref.ref(self.layers[0].keys))
+        if len(keys) == 1:
             raise torch.OutOfMemoryError
-        return choose(self, windows, *rest)
+        return score(self, settings)
 
     def watched(self, jobs, *rest):
-        held.append([ref() is not None for ref in stacks])
+        held.append([ref() is not None for ref in keys])
         return finish(self, jobs, *rest)
 
-    monkeypatch.setattr(Runner, "_choose", tight)
+    monkeypatch.setattr(Cut, "score", tight)
     monkeypatch.setattr(Runner, "_finish", watched)
     gc.collect()
     gc.disable()  # memory goes at once, not with the next collection

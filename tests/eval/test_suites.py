@@ -11,12 +11,11 @@ from typer.testing import CliRunner
 from decantkv.lab.eval import fidelity
 from decantkv.lab.eval.chat import ChatFormat
 from decantkv.lab.eval.cli import app
-from decantkv.lab.eval.engine.keep import choose, score
 from decantkv.lab.eval.engine.policy import parse_policy
-from decantkv.lab.eval.engine.prompt import Reader
+from decantkv.lab.eval.engine.reading import Reader
 from decantkv.lab.eval.niah import Grid
 from decantkv.lab.eval.presets import PRESETS
-from decantkv.lab.eval.results import read_folder
+from decantkv.lab.eval.results import digest, read_folder
 from decantkv.lab.eval.ruler.haystack import Haystack
 from decantkv.lab.eval.session import stretch
 from decantkv.lab.theory import oracle
@@ -56,12 +55,13 @@ def test_the_output_shift_is_the_oracles(model):
     reader = Reader(model, rows=8)
     settings = parse_policy("dropkv").settings("0.3")
     ids = torch.randint(1, model.config.vocab_size, (60,)).tolist()
-    for _, windows in reader.read(ids, [60]):
-        kept = choose(windows, settings, score(windows, settings))
+    for cut in reader.read(ids, [60]):
+        windows = [cut.window(layer, 8) for layer in range(len(cut.layers))]
+        kept = fidelity.kept_mask(cut.evict(settings), 60)
         found = fidelity.output_shift(windows, kept, fidelity.costs(windows))
-        shared = fidelity.overlaps({"a": kept, "b": kept}, 60)
+        shared = fidelity.overlaps({"a": kept, "b": kept})
     for layer, win in enumerate(windows):
-        gone = ~kept.mask(60)[layer : layer + 1]
+        gone = ~kept[layer : layer + 1]
         shift = oracle.joint_shift(win.q, win.k, win.v, gone, scale=win.scale)
         size = oracle.attention(win.q, win.k, win.v, scale=win.scale).norm()
         assert found["real"][layer] == pytest.approx(float(shift.norm() / size), rel=1e-3, abs=1e-4)
@@ -193,3 +193,24 @@ def test_presets_are_plans_that_parse(name):
     assert plan.policies
     assert preset.suite in SUITES
     assert all(part.strip().isdigit() for part in preset.length.split(","))
+
+
+def test_committed_rows_are_answered_again_and_compared(model_folder, tmp_path):
+    given = ("--model", model_folder, "--suite", "niah", "--length", 600, "--samples", 1, "--budget", 0.2,
+             "--method", "dropkv,quantised-4bit,dropkv[allocation=layer]", "--out", tmp_path)  # fmt: skip
+    assert invoke(*given).exit_code == 0
+    before = (tmp_path / "rows.jsonl").read_bytes()
+    again = ("repeat", tmp_path, "--model", model_folder, "--rows", 12)
+    found = invoke(*again)
+    assert found.exit_code == 0, found.output + repr(found.exception)
+    assert re.fullmatch(r"(\d+) of \1 answers are the same", found.output.strip())
+    assert (tmp_path / "rows.jsonl").read_bytes() == before
+    (tmp_path / "rows.jsonl").write_bytes(before.replace(b'"answer":"', b'"answer":"other '))
+    assert "\n0 of" in invoke(*again).output
+    run = json.loads((tmp_path / "run.json").read_text())
+    run["configuration"]["weights"] = "0" * 64
+    (tmp_path / "run.json").write_text(json.dumps(run))
+    rows = (tmp_path / "rows.jsonl").read_text()
+    (tmp_path / "rows.jsonl").write_text(re.sub(r'"config":"\w+"', f'"config":"{digest(run["configuration"])}"', rows))
+    assert "weights: expected those that" in str(invoke(*again).exception)
+    assert "answers to prompts of 700 tokens" in str(invoke(*again, "--length", 700).exception)

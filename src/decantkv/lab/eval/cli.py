@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -146,6 +147,30 @@ def pack(folder: Annotated[Path, typer.Argument(help="A folder of finished rows.
     from decantkv.lab.eval.results import pack as compress
 
     Console(stderr=True, highlight=False, markup=False, soft_wrap=True).print(str(compress(folder)))
+
+
+@app.command()
+def repeat(
+    folder: Annotated[Path, typer.Argument(help="A folder of rows.")],
+    model: Annotated[str, typer.Option(help="The model that they are of: an id, a model folder, or a .gguf file.")],
+    rows: Annotated[int, typer.Option(min=1, help="How many to answer again, evenly spread.")] = 200,
+    length: Annotated[str, typer.Option(help="Prompts of this length alone.")] = "",
+    haystack: Annotated[Path | None, typer.Option(help="The essay text that the prompts were made of.")] = None,
+    openings: Annotated[int, typer.Option(min=1, help="As in the folder's command.")] = 1,
+    squad: Annotated[Path | None, typer.Option(help="Questions for qa_1.")] = None,
+    hotpot: Annotated[Path | None, typer.Option(help="Questions for qa_2.")] = None,
+    longbench: Annotated[Path | None, typer.Option(help="LongBench's files; default: the hub.")] = None,
+) -> None:
+    """Answer rows of a folder again and count the answers that are the same; the folder stays as it is."""
+    from decantkv.lab.eval.repeat import repeat as answer
+    from decantkv.lab.eval.session import Sources
+
+    sources = Sources(haystack, squad, hotpot, longbench, openings)
+    answers = answer(folder, model, rows=rows, length=_length(length) if length else 0, sources=sources)
+    for each in answers:
+        if not each.same:
+            typer.echo(f"{' '.join(astuple(each.cell))}: {each.then['answer']!r}, now {each.now['answer']!r}")
+    typer.echo(f"{sum(each.same for each in answers)} of {len(answers)} answers are the same")
 
 
 @app.command()

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from decantkv import scoring
+from decantkv.cache.chunked_reading import evicting_layers
+from decantkv.cache.evicting_cache import EvictingCache
 from decantkv.lab.eval.ruler.haystack import Haystack
 from decantkv.lab.eval.sample import Sample
 from decantkv.scoring.reference import logits as reference_logits
 from decantkv.scoring.window import AttentionWindow
-from decantkv.selection.selector import Kept
 
 CONTINUATION = 64  # tokens of the text that follow the prompt
 LATE = 64  # tokens at the prompt's end that the question-agnostic regime has not seen when it evicts
@@ -86,19 +87,24 @@ def costs(windows: Sequence[AttentionWindow]) -> list[Tensor]:
     return [scoring.compute("perturbation", window.last(ROWS)) for window in windows]
 
 
-def output_shift(windows: Sequence[AttentionWindow], kept: Kept, costs: Sequence[Tensor]) -> dict[str, list[float]]:
+def kept_mask(cache: EvictingCache, kv_len: int) -> Tensor:
+    """[layers, H, N] bool: which tokens of one prompt a cache kept."""
+    chosen = [layer.kept.mask(kv_len) for layer in evicting_layers(cache) if layer.kept is not None]
+    return torch.cat(chosen)
+
+
+def output_shift(windows: Sequence[AttentionWindow], kept: Tensor, costs: Sequence[Tensor]) -> dict[str, list[float]]:
     """Per layer, how far evicting moves the attention outputs of the last eight rows, relative to their size.
 
     Args:
-        costs: of `costs`.
+        kept: of `kept_mask`; costs: of `costs`.
 
     Returns:
         real: √(Σ ‖a − a′‖² / Σ ‖a‖²) with the kept keys renormalised; predicted: the same with the evicted keys' own
         costs added up, as if each left alone and in a direction of its own.
     """
     real, predicted = [], []
-    masks = kept.mask(windows[0].kv_len)  # [layers, H, N]
-    for window, one, cost in zip(windows, masks, costs, strict=True):
+    for window, one, cost in zip(windows, kept, costs, strict=True):
         win, mask = window.last(ROWS), one[None]
         s = reference_logits(win, torch.float32)  # [1, H, g, w, N]
         v = win.v.float()[:, :, None]
@@ -111,9 +117,12 @@ def output_shift(windows: Sequence[AttentionWindow], kept: Kept, costs: Sequence
     return {"real": [round(x, 5) for x in real], "predicted": [round(x, 5) for x in predicted]}
 
 
-def overlaps(kept: Mapping[str, Kept], kv_len: int) -> dict[str, dict[str, float]]:
-    """Share of one method's kept tokens that another keeps too, over all layers and heads: name -> name -> share."""
-    masks = {name: choice.mask(kv_len) for name, choice in kept.items()}
+def overlaps(masks: Mapping[str, Tensor]) -> dict[str, dict[str, float]]:
+    """Share of one method's kept tokens that another keeps too, over all layers and heads: name -> name -> share.
+
+    Args:
+        masks: name -> `kept_mask`.
+    """
     return {
         one: {other: round(float((mask & masks[other]).sum() / mask.sum()), 4) for other in masks if other != one}
         for one, mask in masks.items()

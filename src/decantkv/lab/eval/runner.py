@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -16,21 +16,18 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decantkv.cache.evicting_cache import text_config
-from decantkv.decode.fused_ops import standins
+from decantkv.decode.graphs import Trust
 from decantkv.lab.eval import metrics
 from decantkv.lab.eval.chat import ChatFormat, Encoded, Regime
 from decantkv.lab.eval.engine.batches import Limits, batches
-from decantkv.lab.eval.engine.keep import choose, score, score_key
 from decantkv.lab.eval.engine.policy import Policy
-from decantkv.lab.eval.engine.prompt import Reader, Reading, Windows
 from decantkv.lab.eval.engine.quantise import bytes_share
+from decantkv.lab.eval.engine.reading import Cut, Reader, Reading
 from decantkv.lab.eval.engine.rows import Row, RowBatch
-from decantkv.lab.eval.fidelity import compare, costs, output_shift, overlaps
+from decantkv.lab.eval.fidelity import ROWS, compare, costs, kept_mask, output_shift, overlaps
 from decantkv.lab.eval.results import Cell, Store
 from decantkv.lab.eval.sample import Sample
-from decantkv.scoring.window import AttentionWindow
-from decantkv.selection.selector import Kept
+from decantkv.settings import Settings
 
 Some = TypeVar("Some")
 Prompt = tuple[str, Callable[[], Sample]]
@@ -81,26 +78,23 @@ class _Job:
     sample: Sample
     encoded: Encoded
     reading: Reading
-    rows: list[tuple[Cell, Row, float, float]] = field(default_factory=list)  # with shares of tokens and bytes kept
+    rows: list[tuple[Cell, Row]] = field(default_factory=list)
     extras: dict[Cell, dict[str, Any]] = field(default_factory=dict)
     full_logits: Tensor | None = None  # [C, V] over the reference, where fidelity asks
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the waiting prompt and of the kept indices. The copies are made batch by batch."""
-        kept = {id(row.kept): row.kept for _, row, _, _ in self.rows if row.kept is not None}
-        return self.reading.nbytes + sum(k.indices.numel() * k.indices.element_size() for k in kept.values())
+        """Bytes of the waiting prompt and of its scores. The copies are made batch by batch."""
+        return self.reading.nbytes + sum(cut.nbytes for cut in self.reading.cuts.values())
 
 
 @dataclass(frozen=True, eq=False)
 class _Entry:
-    """A row of a job, what it answers, and its shares of tokens and bytes."""
+    """A row of a job and what it answers."""
 
     job: _Job
     cell: Cell
     row: Row
-    share: float
-    size: float
 
 
 class Runner:
@@ -133,15 +127,12 @@ class Runner:
         needs = frozenset(need for settings in asked for need in settings.method.needs)
         self.memory = cache_memory(model.device, None) if memory is None else memory
         rows = max((settings.rows for settings in asked), default=1)
-        rehearsals = [settings.rehearsal for settings in asked if settings.rehearsal is not None]
-        self.reader = Reader(model, rows=rows, needs=needs, memory=self.memory // 4, rehearsals=rehearsals)
+        self.reader = Reader(model, rows=rows, needs=needs, memory=self.memory // 4)
         self.graphs = model.device.type == "cuda" if graphs is None else graphs
-        self.standins = standins(model, one_token=False) if self.graphs else ()
-        on_cuda, config = model.device.type == "cuda", text_config(model)
-        heads = config.num_attention_heads
-        group = heads // (getattr(config, "num_key_value_heads", None) or heads)
+        self.trust = Trust()  # of the graphs of all batches
+        on_cuda = model.device.type == "cuda"
         most = max_rows or (512 if on_cuda else 48)  # a CPU gains little beyond
-        self.limits = Limits(self.memory // 2, most, group, apart=not on_cuda)
+        self.limits = Limits(self.memory // 2, most, apart=not on_cuda)
         self.max_waiting = most * (WAITING if on_cuda else 1)
         self._newline = _newline_tokens(form.tokenizer)
 
@@ -242,54 +233,39 @@ class Runner:
         """Read the prompt and make the rows of its missing cells."""
         encoded = self.form.encode(sample)
         cut_of = {cell: encoded.cuts[cell.regime] if cell.regime != "any" else len(encoded.ids) for cell in missing}  # type: ignore[index]
-        kept: dict[Cell, Kept | None] = {}
+        chosen = {cell: self._settings(cell, cut_of[cell], encoded) for cell in missing}
         extras: dict[Cell, dict[str, Any]] = {}
-        for cut, windows in self.reader.read(
-            encoded.ids, cut_of.values(), question=len(encoded.ids) - encoded.cuts["agnostic"]
-        ):
-            here = self._choose(windows, [cell for cell in missing if cut_of[cell] == cut], encoded)
-            kept.update(here)
+        for cut in self.reader.read(encoded.ids, cut_of.values()):
+            here = {cell: settings for cell, settings in chosen.items() if settings and cut_of[cell] == cut.length}
+            for settings in here.values():
+                cut.score(settings)
             if self.plan.fidelity:
-                extras.update(_shifts_and_overlaps(windows, here))
+                extras.update(_shifts_and_overlaps(cut, here))
         job = _Job(sample, encoded, self.reader.reading(), extras=extras)
-        means = _mean_counts([choice for choice in kept.values() if choice is not None])
-        head_dim = job.reading.values[0].shape[3]
-        for cell in missing:
-            policy = self.policies.get(cell.policy)
-            row = self._row(job, cell, cut_of[cell], kept.get(cell), policy.bits if policy else 0)
-            share = 1.0 if row.kept is None else means[id(row.kept)] / row.cut
-            job.rows.append((cell, row, share, bytes_share(row.bits, head_dim) if row.bits else share))
+        job.rows = [(cell, self._row(job, cell, cut_of[cell], settings)) for cell, settings in chosen.items()]
         return job
 
-    def _choose(self, windows: Windows, cells: list[Cell], encoded: Encoded) -> dict[Cell, Kept | None]:
-        scores: dict[object, Tensor] = {}
-        kept: dict[Cell, Kept | None] = {}
-        for cell in cells:
-            policy = self.policies.get(cell.policy)
-            if policy is None or policy.kind != "evict":
-                continue
-            settings = policy.settings(
-                cell.budget,
-                protect=encoded.protect if policy.protect else (),
-                question=encoded.ids[encoded.cuts["agnostic"] :],
-            )
-            if settings.n_keep([windows[0].kv_len]) == [windows[0].kv_len]:
-                kept[cell] = None
-                continue
-            by = score_key(settings)
-            if by not in scores:
-                scores[by] = score(windows, settings)
-            kept[cell] = choose(windows, settings, scores[by])
-        return kept
+    def _settings(self, cell: Cell, length: int, encoded: Encoded) -> Settings | None:
+        """What a cell's copy is evicted by; None where all of its tokens stay."""
+        policy = self.policies.get(cell.policy)
+        if policy is None or policy.kind != "evict":
+            return None
+        settings = policy.settings(
+            cell.budget,
+            protect=encoded.protect if policy.protect else (),
+            question=encoded.ids[encoded.cuts["agnostic"] :],
+        )
+        return None if settings.n_keep([length]) == [length] else settings
 
-    def _row(self, job: _Job, cell: Cell, cut: int, kept: Kept | None, bits: int) -> Row:
+    def _row(self, job: _Job, cell: Cell, cut: int, settings: Settings | None) -> Row:
         newline = self._newline if job.sample.stop_at_newline else ()
+        policy = self.policies.get(cell.policy)
         return Row(
             reading=job.reading,
-            cut=cut,
+            cut=job.reading.cuts[cut],
             rest=job.encoded.ids[cut:],
-            kept=kept,
-            bits=bits,
+            settings=settings,
+            bits=policy.bits if policy else 0,
             max_new_tokens=job.sample.max_new_tokens,
             stops=(*self.stops, *newline),
             answer_first=job.sample.stop_at_newline,
@@ -303,8 +279,7 @@ class Runner:
         for batch in batches(entries, self.limits):
             answers = self._halving(batch)
             store.append(
-                {**_answer_row(e.cell, e.row, e.share, e.size), **answer}
-                for e, answer in zip(batch, answers, strict=True)
+                {"row": "answer", **asdict(e.cell), **answer} for e, answer in zip(batch, answers, strict=True)
             )
             progress(len(batch))
         for job in jobs:
@@ -329,9 +304,9 @@ class Runner:
         room = max(
             len(row.rest) + max(row.max_new_tokens if self.plan.generate else 0, len(ids)) + 1
             for row, ids in zip(rows, forced, strict=True)
-        ) + max(len(row.rest) for row in rows)
-        copies = RowBatch(self.model, rows, room=room, graphs=self.graphs, standins=self.standins, lanes=self.graphs)
-        measured: list[dict[str, Any]] = [{} for _ in rows]
+        )
+        copies = RowBatch(self.model, rows, room=room, graphs=self.graphs, trust=self.trust)
+        measured = [_size(row, kept) for row, kept in zip(rows, copies.kept.tolist(), strict=True)]
         if forcing:
             for entry, found, logits, ids in zip(batch, measured, copies.forced_logits(forced), forced, strict=True):
                 found["nll"] = round(_nll(logits, ids), 5)
@@ -355,8 +330,7 @@ class Runner:
     def _full_logits(self, job: _Job, ids: tuple[int, ...]) -> Tensor:
         """[C, V] of the full cache over the reference, computed once a prompt."""
         if job.full_logits is None:
-            cut = len(job.encoded.ids)
-            whole = RowBatch(self.model, [Row(job.reading, cut, ())], room=len(ids) + 1)
+            whole = RowBatch(self.model, [Row(job.reading, job.reading.whole, ())], room=len(ids) + 1)
             job.full_logits = whole.forced_logits([ids])[0]
         return job.full_logits
 
@@ -366,27 +340,22 @@ class Runner:
         return tuple(self.form.tokenizer(gap + joined, add_special_tokens=False)["input_ids"])
 
 
-def _mean_counts(kept: Sequence[Kept]) -> dict[int, float]:
-    """Return the mean number of tokens kept per head, by the choice's id; unknown ones are fetched in one transfer."""
-    known = {id(k): float(k.rows[0]) for k in kept if k.rows is not None and len(set(k.rows)) == 1}
-    others = [k for k in kept if id(k) not in known]
-    if others:
-        means = torch.stack([k.counts.float().mean() for k in others]).tolist()
-        known |= {id(k): mean for k, mean in zip(others, means, strict=True)}
-    return known
+def _size(row: Row, kept: float) -> dict[str, Any]:
+    """A row's shares of tokens and bytes; `kept`: tokens per head."""
+    share, head_dim = kept / row.cut.length, row.cut.layers[0].values.shape[3]
+    return {"kept": round(share, 5), "bytes": round(bytes_share(row.bits, head_dim) if row.bits else share, 5)}
 
 
-def _shifts_and_overlaps(
-    windows: Sequence[AttentionWindow], kept: dict[Cell, Kept | None]
-) -> dict[Cell, dict[str, Any]]:
+def _shifts_and_overlaps(cut: Cut, chosen: dict[Cell, Settings]) -> dict[Cell, dict[str, Any]]:
     found: dict[Cell, dict[str, Any]] = {}
-    evicting = {cell: choice for cell, choice in kept.items() if choice is not None}
-    each = costs(windows) if evicting else []
-    for regime, budget in {(cell.regime, cell.budget) for cell in evicting}:
-        here = {cell: k for cell, k in evicting.items() if (cell.regime, cell.budget) == (regime, budget)}
-        shared = overlaps({cell.policy: choice for cell, choice in here.items()}, windows[0].kv_len)
-        for cell, choice in here.items():
-            found[cell] = {"shift": output_shift(windows, choice, each), "overlap": shared[cell.policy]}
+    windows = [cut.window(layer, ROWS) for layer in range(len(cut.layers))]
+    each = costs(windows) if chosen else []
+    kept = {cell: kept_mask(cut.evict(settings), cut.length) for cell, settings in chosen.items()}
+    for regime, budget in {(cell.regime, cell.budget) for cell in chosen}:
+        here = {cell: mask for cell, mask in kept.items() if (cell.regime, cell.budget) == (regime, budget)}
+        shared = overlaps({cell.policy: mask for cell, mask in here.items()})
+        for cell, mask in here.items():
+            found[cell] = {"shift": output_shift(windows, mask, each), "overlap": shared[cell.policy]}
     return found
 
 
@@ -453,16 +422,4 @@ def _prompt_row(job: _Job) -> dict[str, Any]:
         "metric": sample.metric,
         "limit": sample.max_new_tokens,
         **{name: value for name, value in sample.details.items() if name != "all_classes"},
-    }
-
-
-def _answer_row(cell: Cell, row: Row, share: float, size: float) -> dict[str, Any]:
-    return {
-        "row": "answer",
-        "prompt": cell.prompt,
-        "regime": cell.regime,
-        "policy": cell.policy,
-        "budget": cell.budget,
-        "kept": round(share, 5),
-        "bytes": round(size, 5),
     }

@@ -8,9 +8,8 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from decantkv.lab.eval.engine.rows import Row
 
-SPREAD = 2.0  # rows whose sizes differ more than this do not share a batch, which would be mostly filler
-SMALL = 512  # slots below which that does not matter
-MASK_BYTES = 3  # of a query and a slot: a bool, and the number that attention makes of it
+SPREAD = 2.0  # rows whose sizes differ more than this do not share a batch: a step waits for the longest
+SMALL = 512  # tokens below which that does not matter
 
 
 class Entry(Protocol):
@@ -29,44 +28,40 @@ class Limits:
     """What a batch may be.
 
     Attributes:
-        memory: bytes of the copies and their masks; rows: how many.
-        group: query heads that share a KV head, each with a mask of its own.
+        memory: bytes of the copies; rows: how many.
         apart: whether rows that are fed more stay apart from those that are fed less: on a CPU, filling up costs time.
     """
 
     memory: int
     rows: int
-    group: int = 1
     apart: bool = False
 
     def halve(self, rows: Iterable[Row]) -> None:
         """From now on half of what these would have needed: for them there was none."""
-        self.memory = min(self.memory, size_of(rows).nbytes(self.group) // 2)
+        self.memory = min(self.memory, size_of(rows).nbytes // 2)
 
 
 class Size(NamedTuple):
-    """What a batch needs memory for: its rows, each as large as the largest."""
+    """What a batch needs memory for: what its rows store, and room for new tokens in each of them."""
 
     rows: int = 0
     token: int = 0  # bytes of a token's keys and values
-    stored: int = 0  # slots that are filled at the start
-    new: int = 0  # slots for tokens to come
-    rest: int = 1  # of them fed at once
+    stored: int = 0  # tokens of all rows
+    new: int = 0  # most tokens to come of a row
 
     def beside(self, row: Row) -> Size:
         """With one more row."""
-        rest = len(row.rest)
         return Size(
             self.rows + 1,
-            max(self.token, row.nbytes(1)),
-            max(self.stored, row.stored),
-            max(self.new, 2 * rest + row.max_new_tokens),
-            max(self.rest, rest),
+            max(self.token, row.reading.token_bytes),
+            self.stored + row.stored,
+            max(self.new, len(row.rest) + row.max_new_tokens),
         )
 
-    def nbytes(self, group: int) -> int:
-        """Bytes of the copies, and of the masks of what they are fed in every query head of a group."""
-        return self.rows * (self.stored + self.new) * (self.token + MASK_BYTES * group * self.rest)
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the copies."""
+        return self.token * (self.stored + self.rows * self.new)
 
 
 def size_of(rows: Iterable[Row]) -> Size:
@@ -78,30 +73,24 @@ def size_of(rows: Iterable[Row]) -> Size:
 
 
 def batches(entries: Sequence[Some], limits: Limits) -> Iterator[list[Some]]:
-    """Rows of like size together, as many as the limits allow when their turn comes; in a batch, prompt by prompt."""
-    prompts: dict[int, int] = {}
-    for entry in entries:
-        prompts.setdefault(id(entry.row.reading), len(prompts))
+    """Rows of like size together, as many as the limits allow when their turn comes."""
     batch: list[Some] = []
-    size, least = Size(), 0  # least: of what its rows store
-
-    def by_prompt(entry: Some) -> int:
-        return prompts[id(entry.row.reading)]
+    size, stored = Size(), (0, 0)  # the least and the most that its rows store
 
     def order(entry: Some) -> tuple[int, int]:
         return (len(entry.row.rest) if limits.apart else int(bool(entry.row.rest)), entry.row.stored)
 
     for entry in sorted(entries, key=order):
         row, larger = entry.row, size.beside(entry.row)
+        least, most = min(stored[0], row.stored), max(stored[1], row.stored)
         if batch:
-            least = min(least, row.stored)
-            wide = larger.stored > max(SMALL, SPREAD * least)
+            wide = most > max(SMALL, SPREAD * least)
             wide = wide or bool(row.rest) != bool(batch[0].row.rest)  # a rest would be filler beside it
-            if wide or larger.nbytes(limits.group) > limits.memory or len(batch) >= limits.rows:
-                yield sorted(batch, key=by_prompt)
+            if wide or larger.nbytes > limits.memory or len(batch) >= limits.rows:
+                yield batch
                 batch, larger = [], Size().beside(row)
-        least = least if batch else row.stored
+        stored = (least, most) if batch else (row.stored, row.stored)
         batch.append(entry)
         size = larger
     if batch:
-        yield sorted(batch, key=by_prompt)
+        yield batch

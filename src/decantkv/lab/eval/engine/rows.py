@@ -1,40 +1,39 @@
-"""Evicted copies of prompts as rows of one batch: fed, scored and decoded together."""
+"""Evicted copies of prompts as rows of one cache: fed, scored and decoded together by the library's own steps."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
-from decantkv.cache.evicting_cache import cache_argument, text_config
+from decantkv.cache.chunked_reading import evicting_layers
+from decantkv.cache.evicting_cache import EvictingCache, cache_argument, check_adapters, new_recorder
+from decantkv.cache.phases import KEPT_WHOLE
 from decantkv.cache.stores.ragged import RaggedStore
-from decantkv.decode.fused_ops import Standin
-from decantkv.lab.eval.engine.attention import attending
-from decantkv.lab.eval.engine.decoding import Decoder
-from decantkv.lab.eval.engine.lanes import LaneLayer, gapless
-from decantkv.lab.eval.engine.prompt import Reading
-from decantkv.lab.eval.engine.quantise import quantise_keys, quantise_values
-from decantkv.selection.selector import FILLER, Kept
+from decantkv.decode.fused_ops import standins
+from decantkv.decode.graphs import StepGraphs, Trust
+from decantkv.lab.eval.engine.reading import EVERYTHING, OWN, Copy, Cut, Reading
+from decantkv.selection.selector import FILLER
+from decantkv.settings import Settings
 
-ALIGN = 16  # slots; attention kernels want rows of masks aligned
-QUANTISE_BYTES = 2**28  # float32 numbers that are quantised at once
+FED, FED_TOGETHER = 128, 2**14  # tokens of a row, and of all rows, in one forward
+CHECK_EVERY = 8  # steps between looks at whether all rows are done, where looking makes the host wait
 
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """One copy of a prompt's cache and what is to be done with it.
+    """One copy of a prompt and what is to be done with it.
 
     Attributes:
         reading: the prompt.
-        cut: how many of its tokens the copy stands for; positions go on from there.
+        cut: what the copy stands for; positions go on from there.
         rest: the prompt's tokens after the cut, still to be fed.
-        kept: per layer [layers, H, K], or None for all `cut` tokens.
+        settings: what the copy is evicted by; None for all of the cut's tokens.
         bits: numbers of the copy go through this many bits; 0 leaves them alone.
         max_new_tokens: where generation is cut.
         stops: token ids that end the answer.
@@ -42,18 +41,18 @@ class Row:
     """
 
     reading: Reading
-    cut: int
+    cut: Cut
     rest: tuple[int, ...]
-    kept: Kept | None = None
+    settings: Settings | None = None
     bits: int = 0
     max_new_tokens: int = 0
     stops: tuple[int, ...] = ()
     answer_first: bool = False
 
-    @property
+    @cached_property
     def stored(self) -> int:
-        """Slots of the copy."""
-        return self.cut if self.kept is None else self.kept.indices.shape[2]
+        """Tokens of the copy, per head on average."""
+        return self.cut.length if self.settings is None else self.settings.n_keep([self.cut.length])[0]
 
     @property
     def asks(self) -> tuple[object, ...]:
@@ -62,59 +61,19 @@ class Row:
 
     def first_token(self) -> int:
         """Greedy token after a prompt that is wholly read."""
-        logits = self.reading.next_logits
-        return int(_forbid(logits[None], [self]).argmax(-1)[0])
+        return int(_forbid(self.reading.next_logits[None], [self]).argmax(-1)[0])
 
-    def nbytes(self, slots: int) -> int:
-        """Bytes of the copy in a batch of that many slots."""
-        return self.reading.nbytes // self.reading.length * slots
-
-
-@dataclass
-class Place:
-    """The slots [T] int64 of new tokens, which layers of a batch share.
-
-    Layers hold this and not the batch: a cycle of the two would keep their memory until the next garbage collection.
-    """
-
-    slots: Tensor
-
-
-class RowLayer(CacheLayerMixin):
-    """One layer's buffers [R, H, S, D]; new tokens go to the slots that the batch says."""
-
-    is_sliding = False
-
-    def __init__(self, place: Place, keys: Tensor, values: Tensor) -> None:
-        self.place, self.keys, self.values = place, keys, values
-        self.is_initialized = True
-
-    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to prepare."""
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write the new tokens; all slots are returned, masks hide the unused ones."""
-        self.keys.index_copy_(2, self.place.slots, key_states)
-        self.values.index_copy_(2, self.place.slots, value_states)
-        return self.keys, self.values
-
-    def get_seq_length(self) -> int:
-        """Slots; positions are given, not derived."""
-        return self.keys.shape[2]
-
-    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
-        """All slots, no offset."""
-        return self.keys.shape[2], 0
-
-    def get_max_length(self) -> int:
-        """Slots."""
-        return self.keys.shape[2]
-
-    get_max_cache_shape = get_max_length
+    def copy(self) -> Copy:
+        """The copy itself."""
+        return self.cut.copy(self.settings, self.bits)
 
 
 class RowBatch:
-    """Rows side by side, each with its own tokens, masks and positions."""
+    """Rows side by side in one cache, each with its own tokens and positions.
+
+    Attributes:
+        kept: [R] float32, the mean number of tokens that the heads of a row keep.
+    """
 
     def __init__(
         self,
@@ -123,149 +82,97 @@ class RowBatch:
         *,
         room: int,
         graphs: bool = False,
-        standins: Sequence[Standin] = (),
-        lanes: bool = False,
+        trust: Trust | None = None,
     ) -> None:
-        """Gather the rows' tokens.
+        """Evict every row's copy and join them.
 
         Args:
             room: new tokens that a row may get.
-            graphs: replay one captured CUDA graph a step.
-            standins: take the place of the model's small operations in it.
-            lanes: close the gaps before decoding, so that steps read tokens alone and no masks.
+            graphs: replay a CUDA graph for each step.
+            trust: what is known of the graphs of this model's steps.
         """
-        self.model, self.rows, self.graphs, self.standins, self.lanes = model, list(rows), graphs, standins, lanes
-        self.device = rows[0].reading.keys[0].device
-        self.begin = max(row.stored for row in rows)
-        self.slots_total = -(-(self.begin + room) // ALIGN) * ALIGN
-        self.used = 0  # new slots
-        self.logical = torch.tensor([row.cut for row in rows], device=self.device)
-        self.place = Place(torch.zeros(1, dtype=torch.long, device=self.device))
-        self.cache = DynamicCache(config=text_config(model))
-        self.cache.layer_class_to_replicate = None
+        self.model, self.rows, self.graphs = model, list(rows), graphs
+        self._trust = Trust() if trust is None else trust
+        self.device = rows[0].reading.next_logits.device
         self._name = cache_argument(model)
-        index = self._index()
-        self.shown = self._read_shown(index)
-        filled = zip(self._gather("keys", index), self._gather("values", index), strict=True)
-        self.cache.layers = [RowLayer(self.place, keys, values) for keys, values in filled]
-        self.masks: list[Tensor] = []
-        self.stores: list[RaggedStore] = []  # the layers' tokens once gaps are closed
-        self.lengths: Tensor | None = None  # [layers, R, H] of them
+        copies = [row.copy() for row in rows]
+        self.kept = torch.stack([copy.kept.to(self.device) for copy in copies])
+        self._length = max(row.cut.length for row in rows)
+        self.cache = self._joined(copies)
+        self.cache.expect_length(self._length + room)
+        self._steps = self._new_steps()
+        self.logical = torch.tensor([row.cut.length for row in rows], device=self.device)  # tokens ever given, per row
 
-    def store_of(self, layer_idx: int) -> RaggedStore | None:
-        """Return the store of a layer that attends by itself, or None if layers attend through masks."""
-        return self.stores[layer_idx] if self.stores else None
+    def _joined(self, copies: Sequence[Copy]) -> EvictingCache:
+        """The copies' rows in one cache; each layer of the copies is let go of as soon as it is joined."""
+        joined = EvictingCache.of(self.model, EVERYTHING, new_recorder(EVERYTHING, OWN), OWN)
+        check_adapters(joined)
+        for layer in reversed(evicting_layers(joined)):
+            layer.hold(_side_by_side([copy.stores.pop() for copy in copies]), KEPT_WHOLE, None)
+            layer.logical = self._length
+        return joined
 
-    def mask_of(self, layer_idx: int) -> Tensor:
-        """[R, 1 or H, T, S] bool: what the tokens being fed may see."""
-        return self.masks[layer_idx % len(self.masks)]
-
-    def _index(self) -> Tensor:
-        """[layers, R, H, S] int32: the prompt's token in every slot, FILLER where there is none."""
-        layers, heads = len(self.rows[0].reading.keys), self.rows[0].reading.keys[0].shape[1]
-        shape = (layers, len(self.rows), heads, self.slots_total)
-        index = torch.full(shape, FILLER, dtype=torch.int32, device=self.device)
-        every = torch.arange(self.begin, dtype=torch.int32, device=self.device)
-        for r, row in enumerate(self.rows):
-            index[:, r, :, : row.stored] = every[: row.cut] if row.kept is None else row.kept.indices
-        return index
-
-    def _read_shown(self, index: Tensor) -> list[Tensor]:
-        """[R, 1 or H, S] bool per layer, which slots hold a token; a single entry where all layers and heads agree."""
-        stored = torch.tensor([row.stored for row in self.rows], device=self.device)
-        front = (torch.arange(self.slots_total, device=self.device) < stored[:, None])[:, None]  # [R, 1, S]
-        # the host knows of most choices that they have no filler; the others are asked once, together
-        asked = [
-            r for r, row in enumerate(self.rows) if row.kept is not None and set(row.kept.rows or ()) != {row.stored}
-        ]
-        if not asked or not bool(((index[:, asked] == FILLER) & front[asked]).any()):
-            return [front]
-        return list(index != FILLER)
-
-    def _gather(self, name: str, index: Tensor) -> list[Tensor]:
-        """Per layer [R, H, S, D], one launch for neighbours that share a reading; unused slots hold any token."""
-        first = getattr(self.rows[0].reading, name)[0]
-        buffers = [first.new_empty(*index.shape[1:], first.shape[3]) for _ in index]
-        start = 0
-        for _, group in itertools.groupby(self.rows, key=lambda row: id(row.reading)):
-            rows = list(group)
-            here, start = slice(start, start + len(rows)), start + len(rows)
-            whole = getattr(rows[0].reading, name)  # per layer [1, H, N, D]
-            heads, length = whole[0].shape[1:3]
-            lane = torch.arange(0, heads * length, length, dtype=torch.int32, device=self.device)
-            at = index[:, here].clamp_min(0) + lane[:, None]
-            for source, into, tokens in zip(whole, buffers, at, strict=True):
-                flat = source.reshape(heads * length, -1)
-                torch.index_select(flat, 0, tokens.flatten(), out=into[here].view(-1, flat.shape[1]))
-        for r, row in enumerate(self.rows):
-            if row.bits:
-                self._quantise(name, row, [buffer[r] for buffer in buffers])
-        return buffers
-
-    def _quantise(self, name: str, row: Row, into: Sequence[Tensor]) -> None:
-        """Fill a row's [H, S, D] per layer with what its bits leave of the prompt; as many layers at once as fit."""
-        through, whole = quantise_keys if name == "keys" else quantise_values, getattr(row.reading, name)
-        number = max(1, QUANTISE_BYTES // (4 * whole[0].numel()))
-        for at in range(0, len(whole), number):
-            back = through(torch.cat(whole[at : at + number])[:, :, : row.cut], row.bits)
-            for one, buffer in zip(back, into[at : at + number], strict=True):
-                buffer[:, : row.cut] = one
+    def _new_steps(self) -> StepGraphs:
+        refused = None if self.graphs else "graphs are off"
+        return StepGraphs(self.cache.layers, self._trust, refused, partial(standins, self.model, one_token=False))
 
     @torch.no_grad()
     def feed(self, tokens: Sequence[Sequence[int]], *, keep: int = 1) -> Tensor:
         """Feed each row its tokens (at least one); returns logits [R, keep, V] of the last `keep` of each.
 
-        Shorter rows are padded on the left with slots that no token sees.
+        Shorter rows are padded on the left. Many tokens go in several forwards, of which every row takes part in each.
         """
+        lengths = [len(row) for row in tokens]
+        piece = max(1, min(FED, FED_TOGETHER // len(tokens)))
+        pieces = max(0, min(min(lengths) - keep, (max(lengths) - 1) // piece))
+        for i in range(pieces):
+            cuts = [((n - keep) * i // pieces, (n - keep) * (i + 1) // pieces) for n in lengths]
+            self._feed([row[start:stop] for row, (start, stop) in zip(tokens, cuts, strict=True)], 1)
+        return self._feed([row[-keep:] for row in tokens] if pieces else tokens, keep)
+
+    def _feed(self, tokens: Sequence[Sequence[int]], keep: int) -> Tensor:
         width = max(len(row) for row in tokens)
         padded = torch.tensor([[0] * (width - len(row)) + list(row) for row in tokens], device=self.device)
         lengths = torch.tensor([len(row) for row in tokens], device=self.device)
         real = torch.arange(width, device=self.device) >= (width - lengths)[:, None]
         positions = (self.logical[:, None] + torch.cumsum(real, 1) - 1).clamp_min(0)
-        start = self.begin + self.used
-        self.place.slots = torch.arange(start, start + width, device=self.device)
-        for shown in self.shown:
-            shown[:, :, start : start + width] = real[:, None]
-        future = torch.arange(self.slots_total, device=self.device) > self.place.slots[:, None]  # [T, S]
-        self.masks = [shown[:, :, None] & ~future for shown in self.shown]
-        self.used += width
+        mask = torch.cat([real.new_ones(len(tokens), self.cache.get_seq_length()), real], 1)
         self.logical = self.logical + lengths
-        return self.forward(padded, positions, keep)
+        return self._forward(self.model, padded, positions, mask, keep)
+
+    def _forward(self, forward: Any, tokens: Tensor, positions: Tensor, mask: Tensor | None, keep: int) -> Tensor:
+        out = forward(
+            input_ids=tokens, position_ids=positions, attention_mask=mask, use_cache=True, logits_to_keep=keep,
+            **{self._name: self.cache},
+        )  # fmt: skip
+        logits: Tensor = out.logits
+        return logits
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Logits [R, V] after one more token [R] of every row."""
+        logits = self._forward(self._step, tokens[:, None], self.logical[:, None], None, 1)
+        self.logical = self.logical + 1
+        return logits[:, -1]
+
+    def _step(self, **kwargs: Any) -> Any:
+        return self._steps.forward(self.model, kwargs)
 
     def rewind(self) -> None:
         """Forget all new tokens."""
-        for shown in self.shown:
-            shown[:, :, self.begin :] = False
-        self.used = 0
-        self.logical = torch.tensor([row.cut for row in self.rows], device=self.device)
+        self.cache.crop(self._length - self.cache.get_seq_length())
+        self.logical = torch.tensor([row.cut.length for row in self.rows], device=self.device)
 
-    def close_gaps(self, steps: int) -> None:
-        """From now on layers hold what is shown of them alone, and room for so many tokens; nothing is fed any more."""
-        layers = [(layer.keys, layer.values) for layer in self.cache.layers]
-        self.cache.layers = []  # each is let go of as soon as it has moved
-        self.stores, self.lengths = gapless(layers, self.shown, steps)
-        self.cache.layers = [LaneLayer(store) for store in self.stores]
-        self.shown, self.masks = [], []
+    def select(self, left: Tensor) -> None:
+        """Go on with these rows alone; their numbers change."""
+        self.cache.batch_select_indices(left)
+        self._steps = self._new_steps()
+        self.logical = self.logical[left]
 
     def forget(self, done: Tensor) -> None:
-        """Once gaps are closed, rows [R] bool of which nothing is read any more: a step costs what the others hold."""
-        if self.lengths is not None:
-            self.lengths.masked_fill_(done[:, None], 0)
-
-    def take(self, left: Tensor) -> None:
-        """Keep only these rows' memory; their numbers change."""
-        self.shown = [shown[left] for shown in self.shown]
-        for layer in self.cache.layers:
-            layer.keys, layer.values = layer.keys[left], layer.values[left]
-
-    def forward(self, tokens: Tensor, positions: Tensor, keep: int) -> Tensor:
-        """Logits [R, keep, V] of one forward over the slots that were chosen."""
-        with attending(self.model, self):
-            out = self.model(
-                tokens, position_ids=positions, use_cache=True, logits_to_keep=keep, **{self._name: self.cache}
-            )
-        logits: Tensor = out.logits
-        return logits
+        """Let rows [R] bool hold nothing any more, inside a recorded step too: a step costs what the others hold."""
+        for layer in evicting_layers(self.cache):
+            if isinstance(layer.store, RaggedStore):
+                layer.store.lens.view(len(done), -1).masked_fill_(done[:, None], 0)
 
     def forced_logits(self, continuations: Sequence[Sequence[int]]) -> list[Tensor]:
         """Per row [C, V] float32: logits that predict each token of its continuation, given all before it.
@@ -295,8 +202,46 @@ class RowBatch:
             [row.max_new_tokens - len(b) for row, b in zip(self.rows, begun, strict=True)], device=self.device
         )
         tokens = _forbid(first, [None if b else row for row, b in zip(self.rows, begun, strict=True)]).argmax(-1)
-        produced = Decoder(self, tokens, limits, _stop_table(self.rows, self.device)).run()
+        produced = self._decode(tokens, limits)
         return [_until_stop([*b, *new], row) for b, new, row in zip(begun, produced.tolist(), self.rows, strict=True)]
+
+    def _decode(self, tokens: Tensor, limits: Tensor) -> Tensor:
+        """[R, most] greedy token ids, of which `tokens` [R] are the first; what follows a row's end is noise."""
+        stops, most = _stop_table(self.rows, self.device), max(1, int(limits.max()))
+        out = tokens[:, None].repeat(1, most)
+        left = torch.arange(len(tokens), device=self.device)  # the rows that go on
+        done = (tokens[:, None] == stops).any(-1) | (limits <= 1)
+        for count in range(1, most):
+            if self.device.type != "cuda" or count % CHECK_EVERY == 1:
+                going = int((~done).sum())
+                if going == 0:
+                    break
+                if self.graphs:
+                    self.forget(done)
+                elif 2 * going <= len(tokens):
+                    rows = (~done).nonzero().flatten()
+                    self.select(rows)
+                    left, tokens, done, stops, limits = (x[rows] for x in (left, tokens, done, stops, limits))
+            tokens = self.step(tokens).argmax(-1)
+            out[left, count] = tokens
+            done = done | (tokens[:, None] == stops).any(-1) | (limits <= count + 1)
+        return out
+
+
+def _first_tokens(rows: Sequence[Row]) -> list[list[int]]:
+    """Per row the greedy token after a prompt that is wholly read, or nothing where some of it is left to feed."""
+    first: dict[object, int] = {}
+    for row in rows:
+        if not row.rest and row.asks not in first:
+            first[row.asks] = row.first_token()
+    return [[] if row.rest else [first[row.asks]] for row in rows]
+
+
+def _side_by_side(packed: Sequence[RaggedStore]) -> RaggedStore:
+    """The rows of packed stores as one, of which the host need not know how much they hold."""
+    keys, values = torch.cat([store.keys for store in packed]), torch.cat([store.values for store in packed])
+    lens = torch.cat([store.lens for store in packed])
+    return RaggedStore(keys, values, lens.cumsum(0) - lens, lens, batch=len(packed))
 
 
 def _stop_table(rows: Sequence[Row], device: torch.device) -> Tensor:
@@ -313,19 +258,6 @@ def _forbid(logits: Tensor, rows: Sequence[Row | None]) -> Tensor:
         logits = logits.clone()
         logits[tuple(torch.tensor(at, device=logits.device).T)] = -torch.inf
     return logits
-
-
-def _first_tokens(rows: Sequence[Row]) -> list[list[int]]:
-    """Per row the greedy token after a prompt that is wholly read, or nothing where some of it is left to feed."""
-    asking: dict[object, Row] = {}
-    for row in rows:
-        if not row.rest:
-            asking.setdefault(row.asks, row)
-    if not asking:
-        return [[] for _ in rows]
-    logits = _forbid(torch.stack([row.reading.next_logits for row in asking.values()]), list(asking.values()))
-    first = dict(zip(asking, logits.argmax(-1).tolist(), strict=True))
-    return [[] if row.rest else [first[row.asks]] for row in rows]
 
 
 def _until_stop(tokens: list[int], row: Row) -> list[int]:
