@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from decantkv import scoring
 from decantkv.cache import own_attention
 from decantkv.cache.layer import EvictingLayer
 from decantkv.lab.eval.engine.policy import parse_policies
@@ -132,3 +133,21 @@ def test_memory_for_masks_is_counted_where_there_are_any(monkeypatch):
     assert reader.chunk_of(100_000) > on_cpu
     reader.plain = False
     assert reader.chunk_of(100_000) == on_cpu
+
+
+def test_a_later_cut_goes_on_from_an_earlier_cuts_sums(monkeypatch):
+    model = llama(2)
+    ids = torch.randint(1, 97, (LENGTH,), generator=torch.Generator().manual_seed(6)).tolist()
+    settings = parse_policies("h2o")[0].settings("0.3")
+    summed, compute = [], scoring.compute
+    monkeypatch.setattr(scoring, "compute", lambda name, win, **k: summed.append(win.window) or compute(name, win, **k))
+    got = {}
+    for cuts in ([CUT, LENGTH], [LENGTH]):
+        summed.clear()
+        reader = Reader(model, rows=8, needs=frozenset({"queries"}))
+        for cut in reader.read(ids, cuts):
+            got[len(cuts), cut.length] = torch.cat(cut.score(settings))
+        assert sum(summed) == 3 * LENGTH, "every query is looked at once, whatever the cuts"
+    torch.testing.assert_close(got[2, LENGTH], got[1, LENGTH], rtol=1e-5, atol=1e-7)
+    for cut in reader.read(ids[:CUT], [CUT]):  # nothing is carried from one prompt to the next
+        torch.testing.assert_close(torch.cat(cut.score(settings)), got[2, CUT], rtol=1e-5, atol=1e-7)

@@ -13,6 +13,8 @@ import torch
 import decantkv
 from decantkv.base import plugins
 from decantkv.base.options import RUN_OPTIONS
+from decantkv.lab.eval.engine.policy import parse_policy
+from decantkv.lab.eval.engine.reading import Reader
 from decantkv.methods import METHODS, resolve
 from decantkv.methods.table import table
 from decantkv.selection.allocation import RULES, Heads
@@ -70,6 +72,20 @@ def test_a_registered_method_and_rule_work_by_name_and_in_saved_files(registries
     loaded = decantkv.EvictingCache.load(path, model)
     assert loaded.settings == cache.settings
     assert decantkv.register_method(Loudest) is Loudest  # once more does no harm
+
+
+def test_a_registered_method_and_rule_are_evaluated_by_name(registries):
+    decantkv.register_method(Loudest)
+    decantkv.register_allocation(MyHeads())
+    model, settings = tiny.llama(), parse_policy("loudest[allocation=my-heads]").settings("20")
+    reader = Reader(model, rows=settings.rows, needs=settings.method.needs)
+    for cut in reader.read(tiny.prompt(60)[0].tolist(), []):
+        cut.score(settings)
+    copy = reader.reading().whole.copy(settings)
+    cache = kept("loudest", allocation="my-heads", decode="own")
+    for store, layer in zip(copy.stores, cache.layers, strict=True):
+        assert torch.equal(store.lens, layer.store.lens)
+        torch.testing.assert_close(store.keys, layer.store.keys)
 
 
 @dataclass(frozen=True)

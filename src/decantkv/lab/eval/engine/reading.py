@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -35,6 +35,7 @@ from decantkv.hf.masks import PromptMask
 from decantkv.hf.model_parts import rotation
 from decantkv.lab.eval.engine.quantise import quantise_keys, quantise_values
 from decantkv.methods import Method
+from decantkv.methods.h2o import H2O
 from decantkv.scoring.window import AttentionWindow, Rotate
 from decantkv.selection.selector import Kept
 from decantkv.settings import Settings
@@ -75,6 +76,7 @@ class Cut:
         layers: the phase of each layer, whose keys and values later cuts share.
         rotate: turns keys by positions, for methods that need it; None where none does.
         scores: settings' `score_key` -> per layer [1, H, N] float32.
+        earlier: the scores of the cut before this one.
     """
 
     model: PreTrainedModel = field(repr=False)
@@ -82,6 +84,7 @@ class Cut:
     layers: Sequence[Waiting] = field(repr=False)
     rotate: Rotate | None = field(default=None, repr=False)
     scores: dict[Hashable, list[Tensor]] = field(default_factory=dict, repr=False)
+    earlier: Mapping[Hashable, list[Tensor]] = field(default_factory=dict, repr=False)
 
     @property
     def length(self) -> int:
@@ -103,7 +106,10 @@ class Cut:
         key = score_key(settings)
         if key not in self.scores:
             if settings.rehearsal is None:
-                windows = (self.window(i, settings.rows, settings.method.needs) for i in range(len(self.layers)))
+                windows = [self.window(i, settings.rows, settings.method.needs) for i in range(len(self.layers))]
+                if type(settings.method).score is H2O.score and key in self.earlier:  # which are sums over queries
+                    pairs = zip(windows, self.earlier[key], strict=True)
+                    windows = [dataclasses.replace(window, column_mass=known) for window, known in pairs]
                 self.scores[key] = [settings.score(window) for window in windows]
             else:
                 self.scores[key] = self._rehearse(settings)
@@ -138,8 +144,7 @@ class Cut:
             counts = torch.cat([layer.kept.counts for layer in layers])  # type: ignore[union-attr]  # all have decided
             return Copy([layer.store for layer in layers], counts.float().mean())  # type: ignore[misc]  # of OWN
         kept = settings.choose(torch.cat(self.score(settings)))  # layers differ in their scores alone: all at once
-        each = (Kept(kept.indices[i : i + 1], kept.counts[i : i + 1], kept.rows) for i in range(len(self.layers)))
-        stores = [_stored(prompt, one) for prompt, one in zip(self.layers, each, strict=True)]
+        stores = [_stored(prompt, kept, i) for i, prompt in enumerate(self.layers)]
         return Copy(stores, kept.counts.float().mean())
 
     def _fork(self, settings: Settings, scores: Sequence[Tensor] | None) -> EvictingCache:
@@ -161,10 +166,13 @@ def _two_sources(settings: Settings) -> bool:
     return settings.rehearsal is not None and settings.rehearsal.window
 
 
-def _stored(prompt: Waiting, kept: Kept) -> RaggedStore:
-    if kept.rows is None:
-        return RaggedStore.from_kept(prompt.keys, prompt.values, kept)
-    return RaggedStore.of_dense(DenseStore.from_kept(prompt.keys, prompt.values, kept, announced=0))
+def _stored(prompt: Waiting, kept: Kept, layer: int) -> RaggedStore:
+    """What is kept of one layer, which is a row of `kept`."""
+    here, rows = slice(layer, layer + 1), kept.rows
+    one = Kept(kept.indices[here], kept.counts[here], None if rows is None else rows[here])
+    if rows is None:
+        return RaggedStore.from_kept(prompt.keys, prompt.values, one)
+    return RaggedStore.of_dense(DenseStore.from_kept(prompt.keys, prompt.values, one, announced=0))
 
 
 def _whole(prompt: Waiting, bits: int) -> RaggedStore:
@@ -240,6 +248,7 @@ class Reader:
         self._policy = Watching(max(rows, 1), "queries" in needs, OWN)
         self._rotate = rotation(self.model) if "rotate" in needs else None
         self._name = cache_argument(self.model)
+        self._cuts: dict[int, Cut] = {}
         self.plain = False
         for cut in self.read([0, 0], []):
             plain = all(prompt.held for prompt in cut.layers)
@@ -265,7 +274,9 @@ class Reader:
                     self._forward(tokens[:, start : min(start + self.chunk, length)], start, cache)
                 begin = length
                 cut = Cut(self.model, tokens[:, :length], [_waiting(layer) for layer in layers], self._rotate)
+                cut.earlier = next((before.scores for before in reversed(self._cuts.values())), {})
                 yield cut
+                cut.earlier = {}
                 cut.layers = [self._trimmed(prompt) for prompt in cut.layers]
                 self._cuts[length] = cut
             for cut in self._cuts.values():
