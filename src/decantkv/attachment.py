@@ -100,7 +100,7 @@ def attach(
         chat: the prompt as a `Chat`, or a list of those that may come; for "system" and "tools".
         impl: "auto", "reference", "torch" or "triton".
         rehearsal: what is run over a prompt before it is evicted, so that what any later question needs stays: "replay"
-            (the prompt once more), "anchors" (a tenth of it, "anchors:0.05" another share), both joined by "+", or a
+            (the prompt once more), "anchors" (a fifth of it, "anchors:0.05" another share), both joined by "+", or a
             `Rehearsal`. None: the prompt's last queries decide. The whole model's heads then compete, by allocation
             "global", unless another one is named.
         prefill_chunk: `generate` reads prompts this many tokens at a time; the same tokens are kept as in one piece.

@@ -40,7 +40,7 @@ class DropKV(Method):
         "shared": {},
         "authors-cache": {"pool": "avg"},
         "kvpress-pr": {"window": 32, "pool": "avg", "kernel_size": 7},
-        "rehearsed": {"pool": "none", "sinks": 4, "weigh": "head"},
+        "rehearsed": {"pool": "none", "sinks": 4, "weigh": "block"},
     }
 
     window: int = 8

@@ -12,6 +12,7 @@ from torch import Tensor
 from decantkv.base.options import expect_choice, expect_int
 
 SOURCES = ("replay", "anchors", "window")
+ANCHORS = 0.2  # share of a prompt's tokens, where none is given
 NOWHERE = -(2**62)  # the place of a pad
 
 
@@ -56,7 +57,7 @@ class Rehearsal:
 
     @classmethod
     def parse(cls, given: str | Rehearsal | None) -> Rehearsal | None:
-        """The rehearsal that a text names: "replay", "anchors" (a tenth), "anchors:0.05", or several joined by "+".
+        """The rehearsal that a text names: "replay", "anchors" (a fifth), "anchors:0.05", or several joined by "+".
 
         Raises:
             TypeError, ValueError: neither such a text nor a `Rehearsal`.
@@ -73,7 +74,7 @@ class Rehearsal:
                 raise ValueError(f"rehearsal: expected a share with 'anchors' alone, got {part!r}")
             if name in found:
                 raise ValueError(f"rehearsal: expected each source once, got {given!r}")
-            found[name] = _share(share, given) if colon else (0.1 if name == "anchors" else True)
+            found[name] = _share(share, given) if colon else (ANCHORS if name == "anchors" else True)
         if set(found) == {"window"}:
             raise ValueError("rehearsal: expected a source beside 'window', which is what counts without a rehearsal")
         return cls(**found)  # type: ignore[arg-type]  # "anchors" is a number, the others are truth values
