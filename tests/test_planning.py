@@ -11,7 +11,9 @@ from transformers import AutoConfig, DynamicCache, Gemma3TextConfig, LlamaConfig
 
 import decantkv
 from decantkv.cli import main
+from decantkv.hf.model_parts import decoder_of
 from decantkv.lab.sizing import parse_memory, plan
+from decantkv.scoring.rehearsal import Rehearsal
 from tests.support import tiny
 from tests.support.families import at_least, build
 from tests.support.judge import logits_with
@@ -71,6 +73,21 @@ def test_the_numbers_are_those_of_filled_caches(family):
     held = sum(x.numel() * 4 for layer in full.layers for x in (layer.keys, layer.values))
     assert made.bytes_full == held + slack
     assert made.bytes_kept == sum(x.numel() * 4 for layer in kept.layers for x in (layer.keys, layer.values)) + slack
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_rehearsal_holds_the_whole_prompt_its_passage_and_its_scores(family):
+    model, held, rehearsal = build(family, "sdpa"), [], Rehearsal(replay=True, chunk=40)
+    cache = decantkv.EvictingCache(model, budget=0.2, rehearsal=rehearsal)
+
+    def measure(*_):
+        tensors = [x for layer in cache.layers for x in (layer.keys, layer.values, *layer.rehearsed())]
+        held.append(sum(x.numel() * x.element_size() for x in tensors))
+
+    decoder_of(model).layers[-1].register_forward_hook(measure)
+    logits_with(model, cache, {"input_ids": tiny.prompt(120)}, [])
+    made = plan(model.config, length=120, budget=0.2, dtype=torch.float32, rehearsal=rehearsal)
+    assert made.bytes_peak == max(held) > made.bytes_full
 
 
 def test_a_window_as_long_as_the_context_is_full_attention():

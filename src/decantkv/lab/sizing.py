@@ -14,6 +14,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from decantkv.base.options import reason_of
 from decantkv.cache.evicting_cache import is_full
 from decantkv.hf.model_parts import layer_config
+from decantkv.scoring.rehearsal import Rehearsal
 from decantkv.selection.budget import Budget, count, fixed_spans
 
 GPUS = {"h200": 141e9, "h100": 80e9, "a100": 80e9, "a100-40gb": 40e9, "l40s": 48e9, "rtx4090": 24e9, "t4": 16e9}
@@ -27,7 +28,8 @@ class Plan:
         length, n_keep: tokens of the prompt, and those each head keeps of it.
         layers, evicting: layers with a cache, and those of full attention, which eviction thins.
         bytes_full, bytes_kept: keys and values of one prompt before and after, with the new tokens of its answer.
-        bytes_peak: what one prompt adds at most while it is read: what is kept of all layers, and one layer in full.
+        bytes_peak: what one prompt adds at most while it is read: what is kept of all layers, and one layer in full;
+            under a rehearsal all layers in full, with the longest passage that is run and a score for every key.
         weights: bytes of the model's weights.
         memory: bytes of the GPU, or None.
         note: what the reader should know of the budget, or None.
@@ -62,6 +64,7 @@ def plan(
     dtype: torch.dtype | None = None,
     memory: float | None = None,
     spare: float = 0.1,
+    rehearsal: str | Rehearsal | None = None,
 ) -> Plan:
     """Weigh the cache of one prompt.
 
@@ -71,6 +74,7 @@ def plan(
         budget: as in `attach`; window: tokens kept whatever the budget.
         dtype: of weights and cache; None: the configuration's own, else bfloat16.
         memory: bytes of the GPU; spare: the part of it that is left to activations and fragmentation.
+        rehearsal: as in `attach`.
 
     Raises:
         TypeError, ValueError: a number out of its range, or a model whose layers keep no keys and values.
@@ -83,7 +87,9 @@ def plan(
     parsed = Budget.parse(budget)
     fixed = count(fixed_spans(length, window=window, sinks=0, protect=()))
     n_keep = parsed.n_keep(length, fixed)
-    full, kept, one = 0, 0, 0
+    rehearsed = Rehearsal.parse(rehearsal)
+    passage = 0 if rehearsed is None else rehearsed.longest(length)
+    full, kept, one, run_over = 0, 0, 0, 0
     cache_layers = DynamicCache(config=text).layers or [DynamicLayer() for _ in range(text.num_hidden_layers)]
     evicting = 0
     for i, layer in enumerate(cache_layers):
@@ -93,6 +99,7 @@ def plan(
             full += per_token * (length + new_tokens)
             kept += per_token * (n_keep + new_tokens)
             one = max(one, per_token * (length - n_keep))
+            run_over += per_token * passage + _heads(layer_config(text, i)) * length * torch.float32.itemsize
         else:
             limit = getattr(layer, "max_cache_len", None) or getattr(layer, "sliding_window", None)
             tokens = min(length + new_tokens, int(limit)) if limit is not None else 0
@@ -101,6 +108,7 @@ def plan(
         raise ValueError(f"model: expected full-attention layers, got {type(config).__name__} with none")
     weights = weight_bytes(config, kind)
     room = None if memory is None else max(0, int(memory * (1 - spare)) - weights)
+    peak = kept + one if rehearsed is None else full + run_over
     return Plan(
         length=length,
         n_keep=n_keep,
@@ -108,12 +116,12 @@ def plan(
         evicting=evicting,
         bytes_full=full,
         bytes_kept=kept,
-        bytes_peak=kept + one,
+        bytes_peak=peak,
         weights=weights,
         memory=None if memory is None else int(memory),
         batch_full=None if room is None else room // full,
-        # prompts are read one after the other and their caches joined, so that one layer in full is enough
-        batch_kept=None if room is None else max(0, room - one) // kept,
+        # prompts are read one after the other and their caches joined, so that one prompt's peak is enough
+        batch_kept=None if room is None else max(0, room - (peak - kept)) // kept,
         note=parsed.starved(length, fixed),
     )
 
@@ -122,9 +130,15 @@ def _bytes_per_token(text: Any, dtype: torch.dtype) -> int:
     """Keys and values of one token in one layer."""
     if getattr(text, "kv_lora_rank", None):  # one latent and one rotated key for all heads
         return int(text.kv_lora_rank + text.qk_rope_head_dim) * dtype.itemsize
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return 2 * int(heads) * int(width) * dtype.itemsize
+    return 2 * _heads(text) * int(width) * dtype.itemsize
+
+
+def _heads(text: Any) -> int:
+    """Heads that store keys in one layer."""
+    if getattr(text, "kv_lora_rank", None):
+        return 1
+    return int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
 
 
 def weight_bytes(config: Any, dtype: torch.dtype) -> int:

@@ -21,6 +21,9 @@ def plan(
     new_tokens: Annotated[int, typer.Option(min=0, help="Tokens of an answer.")] = 0,
     gpu: Annotated[str, typer.Option(help="h200, h100, a100, l40s, ... or a number of GB.")] = "",
     dtype: Annotated[str, typer.Option(help="Of weights and cache, such as bfloat16; default: the model's.")] = "",
+    rehearsal: Annotated[
+        str, typer.Option(help="Whose queries decide, such as replay+anchors; default: the prompt's last.")
+    ] = "",
     beyond_context: Annotated[
         bool, typer.Option("--beyond-context", help="Allow lengths beyond the model's context.")
     ] = False,
@@ -45,6 +48,7 @@ def plan(
         new_tokens=new_tokens,
         dtype=kind,
         memory=parse_memory(gpu) if gpu else None,
+        rehearsal=rehearsal or None,
     )
     if as_json:
         print(made.to_json())
