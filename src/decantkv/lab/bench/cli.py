@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, cast, get_args
+from typing import Annotated, Any, cast, get_args
 
 import torch
 import typer
@@ -87,6 +87,7 @@ def prefill(
     lengths: Lengths = "4096,32768,131072",
     geometries: Annotated[str, typer.Option(help="Of llama-3.1-8b, qwen2.5-7b, mistral-7b.")] = "llama-3.1-8b",
     impls: Annotated[str, typer.Option(help="Implementations, comma-separated.")] = "triton",
+    rehearsals: Annotated[str, typer.Option(help="Also after these, such as replay,anchors:0.1.")] = "",
     budget: float = 0.05,
     as_json: Json = False,
     out: Out = None,
@@ -95,11 +96,12 @@ def prefill(
     need_gpu()
     from decantkv.lab.bench.prefill import measure
 
-    made = (
-        row
-        for name in geometries.split(",")
-        for row in measure(name.strip(), parsed(lengths), impls=tuple(map(chosen, impls.split(","))), budget=budget)
-    )
+    options: dict[str, Any] = {
+        "impls": tuple(map(chosen, impls.split(","))),
+        "rehearsals": tuple(text.strip() for text in rehearsals.split(",") if text.strip()),
+        "budget": budget,
+    }
+    made = (row for name in geometries.split(",") for row in measure(name.strip(), parsed(lengths), **options))
     show(while_green(made, out), as_json)
 
 

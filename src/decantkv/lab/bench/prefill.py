@@ -58,8 +58,10 @@ MODELS: dict[str, tuple[Callable[[Any], PreTrainedModel], Callable[[], Any]]] = 
 }  # fmt: skip
 
 
-def measure(name: str, lengths: Sequence[int], *, impls: Sequence[Impl], budget: float) -> Iterator[Row]:
-    """Rows per length: without eviction, then with it by each implementation.
+def measure(
+    name: str, lengths: Sequence[int], *, impls: Sequence[Impl], budget: float, rehearsals: Sequence[str] = ()
+) -> Iterator[Row]:
+    """Rows per length: without eviction, then with it by each implementation, and after each rehearsal.
 
     Raises:
         gate.RedGateError: the kernels are wrong on this geometry.
@@ -76,15 +78,17 @@ def measure(name: str, lengths: Sequence[int], *, impls: Sequence[Impl], budget:
     where = circumstances()
     for length in lengths:
         ids = torch.randint(0, config.vocab_size, (1, length), device="cuda")
-        for impl in (None, *impls):
-            context = nullcontext() if impl is None else attach(model, "dropkv", budget=budget, impl=impl)
-            with context:
+        contenders: dict[str, dict[str, Any] | None] = {"no eviction": None}
+        contenders |= {f"dropkv {impl}": {"impl": impl} for impl in impls}
+        contenders |= {f"dropkv, {text}": {"rehearsal": text} for text in rehearsals}
+        for contender, options in contenders.items():
+            with nullcontext() if options is None else attach(model, "dropkv", budget=budget, **options):
                 times, peak = first_token(model, ids, repeats=8 if length <= 8192 else 4 if length <= 65536 else 2)
             yield {
                 **where, "step": "prefill", "geometry": {"name": name}, "kv_len": length, "gate": green,
-                "contender": "no eviction" if impl is None else f"dropkv {impl}", "budget": budget,
-                "layers": config.num_hidden_layers, "wall_us": dict(quantiles(times)._asdict()),
-                "wall_us_all": [round(t, 1) for t in times], "peak_bytes": peak,
+                "contender": contender, "budget": budget, "layers": config.num_hidden_layers,
+                "wall_us": dict(quantiles(times)._asdict()), "wall_us_all": [round(t, 1) for t in times],
+                "peak_bytes": peak,
             }  # fmt: skip
     del model
     gc.collect()
