@@ -15,6 +15,7 @@ DOCUMENTS = [
     ROOT / name
     for name in (
         "README.md",
+        "docs/ask-anything.md",
         "docs/generation.md",
         "docs/results.md",
         "docs/should-i-evict.md",
