@@ -22,7 +22,7 @@ INTERPRETER_HALF ?= $(shell expr $$(date -u +%j) % 2)
 
 .PHONY: demo test docs sweep lint test-gpu test-oldest test-matrix fuzz test-kvpress test-vllm model clean
 
-demo: $(VENV)/.demo $(MODEL)  ## ask for a planted fact with 100 % and with 10 % of the cache
+demo: $(VENV)/.demo $(MODEL)  ## a planted fact with 10 % of the cache; a document evicted once and asked afterwards
 	DECANTKV_CACHE=$(CACHE) $(BIN)/python demo/demo.py $(MODEL)
 
 test: $(VENV)/.dev $(MODEL) lint  ## everything that needs no GPU

@@ -1,11 +1,14 @@
 """Plant a four-digit fact in the middle of a long document, and ask for it with less and less of the cache.
 
-Run by `make demo`, which fetches the model. Exits with an error unless the full cache and DropKV are both right.
+Then condense a shorter document without a question, and ask two questions of the file. Run by `make demo`, which
+fetches the model. Exits with an error unless the full cache and DropKV are right, and both later answers.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +21,7 @@ from rich.table import Table
 from transformers import DynamicCache
 from transformers.utils.logging import disable_progress_bar
 
-from decantkv import EvictingCache
+from decantkv import Document, EvictingCache, condense
 from decantkv.cache.evicting_cache import cache_argument, cache_bytes
 from decantkv.cache.report import format_bytes
 from decantkv.hf.loading import chat_prompt, load
@@ -30,6 +33,12 @@ PROMPT_TOKENS = 4_000  # the longest of 2,000 to 4,000 at which the full cache f
 NEW_TOKENS = 20
 BUDGET = 0.1
 LARGER = (0.2, 0.3, 0.5)  # tried only when BUDGET loses the fact
+LATER = (  # planted in the second document; the questions come when it is condensed
+    ("The access code for the archive room is 7392.", "What is the access code for the archive room?", "7392"),
+    ("The phone number of the reading room is 5814.", "What is the phone number of the reading room?", "5814"),
+)
+LATER_TOKENS = 1_500
+LATER_BUDGET = 0.3  # at 20 % this small model confuses digits
 BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
@@ -50,14 +59,21 @@ class Answer:
         return CODE in self.text
 
 
-def build_prompt(tokenizer: Any, document: str) -> str:
-    """The longest document that fits, the fact after half of its paragraphs, the question at the end."""
-    paragraphs, taken, used = document.split("\n\n"), [], len(tokenizer(FACT + QUESTION)["input_ids"]) + 40
-    for paragraph in paragraphs:
+def first_paragraphs(tokenizer: Any, document: str, tokens: int) -> list[str]:
+    """The document's first paragraphs, of at most so many tokens."""
+    taken, used = [], 0
+    for paragraph in document.split("\n\n"):
         used += len(tokenizer(paragraph + "\n\n")["input_ids"])
-        if used > PROMPT_TOKENS:
+        if used > tokens:
             break
         taken.append(paragraph)
+    return taken
+
+
+def build_prompt(tokenizer: Any, document: str) -> str:
+    """The longest document that fits, the fact after half of its paragraphs, the question at the end."""
+    room = PROMPT_TOKENS - len(tokenizer(FACT + QUESTION)["input_ids"]) - 40
+    taken = first_paragraphs(tokenizer, document, room)
     taken.insert(len(taken) // 2, FACT)
     return chat_prompt(tokenizer, "\n\n".join([*taken, QUESTION]))[0]
 
@@ -110,8 +126,42 @@ def show_dropped(console: Console, tokenizer: Any, inputs: Any, answers: list[An
         )
 
 
+def ask_later(console: Console, model: Any, tokenizer: Any, text: str) -> bool:
+    """Condense a document without a question, ask its file, and return whether both answers are right."""
+    paragraphs = first_paragraphs(tokenizer, text, LATER_TOKENS)
+    for i, (fact, _, _) in enumerate(LATER, 1):
+        paragraphs.insert(i * len(paragraphs) // 3, fact)
+    begin = time.perf_counter()
+    with console.status("condensing: the document is read, replayed, and cut to what the replay needed"):
+        book = condense(
+            model, tokenizer, "\n\n".join(paragraphs), budget=LATER_BUDGET, method="dropkv", rehearsal="replay"
+        )
+    seconds = time.perf_counter() - begin
+    window = EvictingCache(model, "dropkv", budget=LATER_BUDGET)
+    with torch.no_grad():
+        model.get_decoder()(book.ids, use_cache=True, **{cache_argument(model): window})
+    by_window = dataclasses.replace(book, cache=window)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "book.kv"
+        book.save(file)
+        size, loaded = file.stat().st_size, Document.load(file, model, tokenizer)
+    console.print(
+        f"\n[bold]Evict once, ask anything.[/] {book.ids.shape[1]:,} tokens were condensed to {LATER_BUDGET:.0%} in "
+        f"{seconds:.0f} s, without a question, and saved: {format_bytes(size)}. Both questions came afterwards:"
+    )
+    table = Table("question", "from the file", "right", "by the prompt's last queries")
+    right = True
+    for _, question, digits in LATER:
+        asked = f"{question} Answer with the four digits."
+        answer, other = (one.ask(asked, max_new_tokens=NEW_TOKENS) for one in (loaded, by_window))
+        right = right and digits in answer
+        table.add_row(question, answer, "[green]yes[/]" if digits in answer else "[red]no[/]", other)
+    console.print(table)
+    return right
+
+
 def main(model_path: str) -> int:
-    """Ask three times; 0 when the full cache and DropKV are right."""
+    """Ask five times and twice more; 0 when the full cache, DropKV and the later answers are right."""
     disable_progress_bar()  # ours shows the work
     console = Console(highlight=False)
     with console.status("loading the model (the first time it is converted from GGUF, about half a minute)"):
@@ -158,12 +208,14 @@ def main(model_path: str) -> int:
     if not dropkv.right:
         held = next((a.name for a in larger if a.right), None)
         console.print(f"[red]10 % lost the fact[/]; {held or 'no budget tried'} holds it")
+    later = ask_later(console, model, tokenizer, document)
     console.print(
         f"\nNext: decantkv show --model {model_path} --prompt-file YOUR.txt --question '…' draws what is kept;\n"
+        f"decantkv condense YOUR.txt --model {model_path} -o book.kv reads it once; decantkv ask book.kv '…' asks.\n"
         "docs/should-i-evict.md says what a budget costs, and when not to evict.",
         markup=False,
     )
-    return 0 if full.right and dropkv.right else 1
+    return 0 if full.right and dropkv.right and later else 1
 
 
 if __name__ == "__main__":
