@@ -113,7 +113,7 @@ def condense(
     *,
     budget: float | int | str | Budget = 0.1,
     method: str | Method = "dropkv",
-    rehearsal: str | Rehearsal = "anchors",
+    rehearsal: str | Rehearsal = "replay+anchors",
     questions: Sequence[str] = (),
     prefill_chunk: int = _CHUNK,
     beyond_context: bool = False,

@@ -26,7 +26,7 @@ def condense(
     ] = "dropkv",
     rehearsal: Annotated[
         str, typer.Option(help="Whose queries decide: replay, anchors, anchors:0.05, or several joined by +.")
-    ] = "anchors",
+    ] = "replay+anchors",
     question: Annotated[list[str] | None, typer.Option(help="A likely question to rehearse; repeatable.")] = None,
     option: Annotated[list[str] | None, typer.Option(help="A method's own option, NAME=VALUE; repeatable.")] = None,
     prefill_chunk: Annotated[int, typer.Option(min=1, help="Tokens that are read in one forward.")] = 4096,
