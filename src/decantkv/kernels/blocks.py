@@ -92,6 +92,8 @@ def attend_blocks(
     if itemsize == 4:
         keys = 16
     elif hopper and not keys_first:
+        if padded_rows(rows, tile) % 128 == 0 and not wide:
+            return Blocks(128, 64, 8, 3, rows_first=True)
         if block > 32:
             return Blocks(block, 64, 4, 2, rows_first=True)
         keys, warps = 64, 4

@@ -21,6 +21,8 @@ from decantkv.kernels.primitives import INTERPRETED
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_DIM = 256  # of a head
+# keys of a split up to which kernel A's shorter code counts for more than its slower dots
+SHORT_SPLIT = 256
 
 
 class Plan(NamedTuple):
@@ -56,9 +58,12 @@ def plan(
         rows, dim, v_dim, dtype.itemsize, device, bf16=bf16, one_pass=one_pass, more=more, projected=projected
     )
     tiles = padded_rows(rows, a.rows) // a.rows
-    # wide tiles fill a multiprocessor's shared memory
-    alone = bf16 and device.warpgroups and max(padded_dim(dim), padded_dim(v_dim)) > 128
+    # wide heads and 128 rows fill a multiprocessor
+    wide = max(padded_dim(dim), padded_dim(v_dim)) > 128
+    alone = bf16 and device.warpgroups and (wide or a.rows == 128)
     keys, splits = split_keys(n_keys, groups * tiles, max(a.keys, b.keys), device, per_processor=1 if alone else 2)
+    if bf16 and device.warpgroups and a.rows == 32 and not wide and not keys_first and keys <= SHORT_SPLIT:
+        a = Blocks(32, 64, 4, 2, rows_first=True)
     return Plan(a, b, keys, splits)
 
 
