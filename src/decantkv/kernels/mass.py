@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -12,10 +12,7 @@ from torch import Tensor
 from decantkv.kernels.blocks import Device, padded_dim
 from decantkv.kernels.launcher import on_device
 from decantkv.kernels.plan import device_of, precision_of, whole_heads_misfit
-from decantkv.kernels.primitives import LOG2E, dot, finite, logit_factors, normal_or_zero, to_logits2
-
-if TYPE_CHECKING:
-    from decantkv.scoring.window import Denominators
+from decantkv.kernels.primitives import dot, finite, logit_factors, normal_or_zero, to_logits2
 
 
 class Tiles(NamedTuple):
@@ -63,7 +60,6 @@ def column_mass(
     start: Tensor | None = None,
     softcap: float | None = None,
     sink_logits: Tensor | None = None,
-    denominators: Denominators | None = None,
 ) -> Tensor:
     """Σ_i p_ij over every query i, causal, mean over a KV head's group; no N×N matrix is stored.
 
@@ -71,7 +67,6 @@ def column_mass(
         q: [B, HQ, N, D]; k: [B, H, N, D]; one dtype, the last dimension contiguous, other strides free.
         start: [B] integers, the first real token of each row; None: all are real.
         sink_logits: [HQ] learned logits that take part in every softmax.
-        denominators: those that are known of the queries; the others are computed.
 
     Returns:
         [B, H, N] float32; 0 at pads.
@@ -94,11 +89,10 @@ def column_mass(
     }  # fmt: skip
     rows, columns = tiles(k.dtype.itemsize, dim, device), column_tiles(k.dtype.itemsize, dim, device)
     with on_device(k.device):
-        for begin, end in _unknown(denominators, length, lse2):
-            denominators_kernel[(triton.cdiv(end - begin, rows.held), batch * num_heads)](
-                q, k, lse2, start, sinks, begin, end, length, factor, cap2, *strides, num_heads,
-                HELD=rows.held, PASSING=rows.passing, num_warps=rows.warps, num_stages=rows.stages, **options,
-            )  # fmt: skip
+        denominators_kernel[(triton.cdiv(length, rows.held), batch * num_heads)](
+            q, k, lse2, start, sinks, length, factor, cap2, *strides, num_heads,
+            HELD=rows.held, PASSING=rows.passing, num_warps=rows.warps, num_stages=rows.stages, **options,
+        )  # fmt: skip
         columns_kernel[(triton.cdiv(length, columns.held), batch * heads)](
             q, k, lse2, mass, start, length, factor, cap2, *strides, heads,
             HELD=columns.held, PASSING=columns.passing, num_warps=columns.warps, num_stages=columns.stages, **options,
@@ -106,30 +100,21 @@ def column_mass(
     return mass
 
 
-def _unknown(known: Denominators | None, length: int, lse2: Tensor) -> list[tuple[int, int]]:
-    """Write what is known into lse2 [B, HQ, N], base 2; returns the spans of queries that are not."""
-    if known is None or known.start >= known.stop:
-        return [(0, length)]
-    here = slice(known.start, known.stop)
-    lse2[:, :, here] = known.lse[:, :, here] * LOG2E
-    return [span for span in ((0, known.start), (known.stop, length)) if span[0] < span[1]]
-
-
-@triton.jit(do_not_specialize=["row_begin", "row_end", "length"])
+@triton.jit(do_not_specialize=["length"])
 def denominators_kernel(
-    p_q, p_k, p_lse, p_start, p_sink, row_begin, row_end, length, scale, cap2, sqb, sqh, sqn, skb, skh, skn, num_heads,
+    p_q, p_k, p_lse, p_start, p_sink, length, scale, cap2, sqb, sqh, sqn, skb, skh, skn, num_heads,
     G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, HELD: tl.constexpr, PASSING: tl.constexpr,
     CAPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of queries from row_begin to row_end, B·HQ): base-2 log-sum-exp, +inf where a query sees nothing."""
+    """Grid (blocks of queries, B·HQ): base-2 log-sum-exp, +inf where a query sees nothing."""
     i_bq = tl.program_id(1)
     i_b, i_q = (i_bq // num_heads).to(tl.int64), i_bq % num_heads
     # the last queries see most keys: their programs begin first
-    first = row_begin + (tl.num_programs(0) - 1 - tl.program_id(0)) * HELD
+    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * HELD
     i, d = first + tl.arange(0, HELD), tl.arange(0, BD)
     o_q = i.to(tl.int64)[:, None] * sqn + d[None, :]
     p_q += i_b * sqb + i_q.to(tl.int64) * sqh
-    b_q = tl.load(p_q + o_q, mask=(i < row_end)[:, None] & (d < D)[None, :], other=0.0)  # [HELD, BD]
+    b_q = tl.load(p_q + o_q, mask=(i < length)[:, None] & (d < D)[None, :], other=0.0)  # [HELD, BD]
     p_k += i_b * skb + (i_q // G).to(tl.int64) * skh
     begin = 0 if p_start is None else tl.load(p_start + i_b).to(tl.int32)
     m = tl.full([HELD], float("-inf"), tl.float32)
@@ -145,7 +130,7 @@ def denominators_kernel(
         m_new = tl.maximum(m, tl.max(s, 1))
         weight = weight * tl.exp2(m - m_new) + tl.sum(tl.exp2(s - m_new[:, None]), 1)
         m = m_new
-    for n0 in range(plain, tl.minimum(first + HELD, row_end), PASSING):
+    for n0 in range(plain, tl.minimum(first + HELD, length), PASSING):
         n = n0 + tl.arange(0, PASSING)
         m_n = n < length
         b_k = tl.load(p_k + n.to(tl.int64)[:, None] * skn + d[None, :], mask=m_n[:, None] & (d < D)[None, :], other=0.0)
@@ -156,7 +141,7 @@ def denominators_kernel(
         m = m_new
     seen = (weight > 0) & (i >= begin)
     lse2 = tl.where(seen, finite(m) + tl.log2(tl.where(seen, weight, 1.0)), float("inf"))
-    tl.store(p_lse + i_bq.to(tl.int64) * length + i, lse2, mask=i < row_end)
+    tl.store(p_lse + i_bq.to(tl.int64) * length + i, lse2, mask=i < length)
 
 
 @triton.jit(do_not_specialize=["length"])

@@ -157,9 +157,7 @@ class Method(ABC):
         return f"{self.name}({options})"
 
     def _projected_norm(self, win: AttentionWindow) -> Tensor:
-        """Return [B, H, N] float32: the window's `projected_norm`, computed from its W_O if it is not given."""
-        if win.projected_norm is not None:
-            return win.projected_norm
+        """Return [B, H, N] float32: ‖W_O v‖₁ of the window's values."""
         return streams.projected_norm(win, self._expect_need(win, "W_O"))
 
     def _expect_need(self, win: AttentionWindow, need: Need) -> Any:

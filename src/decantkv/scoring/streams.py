@@ -44,8 +44,9 @@ def column_mass(win: AttentionWindow, queries: Tensor, *, impl: Impl = "auto") -
     kernel = kernels_on(win.k.device, "mass") if impl in ("auto", "triton") else None
     if kernel is not None and not known and kernel.unsupported(queries, win.k) is None:
         first = None if win.lengths is None else win.kv_len - win.lengths.to(win.k.device)
-        options = {"softcap": win.softcap, "sink_logits": win.sink_logits, "denominators": win.denominators}
-        mass: Tensor = kernel.column_mass(queries, win.k, scale=win.scale, start=first, **options)
+        mass: Tensor = kernel.column_mass(
+            queries, win.k, scale=win.scale, start=first, softcap=win.softcap, sink_logits=win.sink_logits
+        )
         return mass
     scores = torch.zeros(win.k.shape[:3], dtype=torch.float32, device=win.k.device)
     if win.column_mass is not None:

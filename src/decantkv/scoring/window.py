@@ -6,24 +6,12 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 Rotate = Callable[[Tensor, Tensor], Tensor]  # (x [B, H, T, D], positions [T] or [B, T] int64, negative too) -> x turned
-
-
-class Denominators(NamedTuple):
-    """Softmax denominators of a prompt's queries from `start` to `stop`, as the attention gave them.
-
-    Attributes:
-        lse: [B, HQ, N] their natural log, float32; of no meaning outside.
-    """
-
-    lse: Tensor
-    start: int
-    stop: int
 
 
 @dataclass(frozen=True)
@@ -50,9 +38,6 @@ class AttentionWindow:
             name "queries" among their `needs` look at it.
         output_projection: [HQ, Dv, E] the slice of W_O that each query head's output goes through, or None ("W_O").
         rotate: turns vectors that carry RoPE by a number of positions, R(δ)x, or None ("rotate").
-        projected_norm: [B, H, N] float32, `streams.projected_norm` of these values, or None. A hint: a caller that
-            makes many choices from one window computes it once.
-        denominators: of the softmax of `queries`, for some of them, or None. A hint.
         column_mass: [B, H, M] float32, `streams.column_mass` of the first M ≤ N tokens alone, or None. A hint: a
             caller that scores a prompt more than once need not sum up its beginning again.
         row_weights: [B, HQ or 1, w] float32, not negative: the factor of each row's cost before rows are reduced, or
@@ -75,8 +60,6 @@ class AttentionWindow:
     queries: Tensor | None = None
     output_projection: Tensor | None = None
     rotate: Rotate | None = None
-    projected_norm: Tensor | None = None
-    denominators: Denominators | None = None
     column_mass: Tensor | None = None
     row_weights: Tensor | None = None
     stream_norm: Tensor | None = None
@@ -121,7 +104,7 @@ class AttentionWindow:
 
     def bare(self) -> AttentionWindow:
         """The same call without hints."""
-        return replace(self, out=None, lse=None, projected_norm=None, denominators=None, column_mass=None)
+        return replace(self, out=None, lse=None, column_mass=None)
 
     def real(self, start: int = 0, stop: int | None = None) -> Tensor:
         """[B or 1, stop − start] bool: which keys are no pads."""
