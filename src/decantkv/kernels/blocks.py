@@ -96,9 +96,8 @@ def attend_blocks(
             return Blocks(128, 64, 8, 3, rows_first=True)
         if block > 32:
             return Blocks(block, 64, 4, 2, rows_first=True)
-        keys, warps = 64, 4
-        if wide and block > 16:
-            warps, stages = 8, 2
+        if not wide or block <= 16:
+            keys, warps = 64, 4
     elif hopper and block <= 32 and not wide:
         keys, warps = 64, 4
     return _fit(block, keys, (bd + 2 * bdv) * itemsize, (bd + bdv) * itemsize, warps, stages, device)
@@ -126,8 +125,11 @@ def score_blocks(
     block = min(padded_rows(rows, tile), tile)
     bd, bdv = padded_dim(dim), padded_dim(v_dim)
     wide, hopper = max(bd, bdv) > 128, bf16 and itemsize == 2 and device.warpgroups
-    if hopper and not more and not one_pass and (wide or block > 32 or projected):
-        return Blocks(block, 64, 4, 3 if wide and block <= 16 and not projected else 2, apart=True)
+    if hopper and not more and not one_pass:
+        if wide and block <= 16 and not projected:
+            return Blocks(block, 64, 4, 3, apart=True)
+        if not wide and (block > 32 or projected):
+            return Blocks(block, 64, 8 if projected and block > 32 else 4, 2, apart=True)
     narrow = more or projected or itemsize == 4 or wide or rows > tile
     narrow = narrow or (one_pass and (block > 32 or not bf16 or not device.warpgroups))
     row_bytes = (bd + 2 * bdv) * itemsize * (2 if rows > tile else 1)

@@ -58,9 +58,9 @@ def plan(
         rows, dim, v_dim, dtype.itemsize, device, bf16=bf16, one_pass=one_pass, more=more, projected=projected
     )
     tiles = padded_rows(rows, a.rows) // a.rows
-    # wide heads and 128 rows fill a multiprocessor
+    # 64 keys of wide heads fill a multiprocessor, and so do 128 rows
     wide = max(padded_dim(dim), padded_dim(v_dim)) > 128
-    alone = bf16 and device.warpgroups and (wide or a.rows == 128)
+    alone = bf16 and device.warpgroups and (a.rows == 128 or (wide and a.keys == 64))
     keys, splits = split_keys(n_keys, groups * tiles, max(a.keys, b.keys), device, per_processor=1 if alone else 2)
     if bf16 and device.warpgroups and a.rows == 32 and not wide and not keys_first and keys <= SHORT_SPLIT:
         a = Blocks(32, 64, 4, 2, rows_first=True)
