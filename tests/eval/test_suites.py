@@ -47,7 +47,10 @@ def test_kl_and_agreement_are_what_they_say():
     found = fidelity.compare(full, other)
     assert found["kl"] == pytest.approx(kl, abs=1e-5)
     assert found["top1"] == 0.5
-    assert fidelity.compare(full, full) == {"kl": 0.0, "top1": 1.0}
+    sets = [(p[i, list(s)].sum() - q[i, list(s)].sum()) for i in range(2) for s in ((0,), (1,), (2,), (0, 2), (0, 1))]
+    largest = [max(abs(float(x)) for x in sets[i * 5 : i * 5 + 5]) for i in range(2)]  # over sets of tokens
+    assert found["tv"] == pytest.approx(sum(largest) / 2, abs=1e-5)
+    assert fidelity.compare(full, full) == {"kl": 0.0, "tv": 0.0, "top1": 1.0}
 
 
 def test_the_output_shift_is_the_oracles(model):
@@ -98,7 +101,7 @@ def test_each_suite_runs_from_the_command_line(suite, model_folder, text, tmp_pa
     assert len(run["sessions"]) == 2
     if suite == "fidelity":
         row = next(r for r in rows if r.get("policy") == "dropkv")
-        assert {"kl", "top1", "nll", "shift", "overlap"} <= set(row)
+        assert {"kl", "tv", "top1", "nll", "shift", "overlap"} <= set(row)
     table = CliRunner().invoke(app, ["table", str(tmp_path / "out")])
     assert table.exit_code == 0
     assert re.search(r"agnostic", table.output)

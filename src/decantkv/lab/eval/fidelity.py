@@ -75,11 +75,14 @@ def compare(full: Tensor, other: Tensor) -> dict[str, float]:
         full, other: logits [C, V].
 
     Returns:
-        kl: mean KL(full ‖ other) in nats; top1: share of positions with the same most likely token.
+        kl: mean KL(full ‖ other) in nats; tv: mean total variation ½ Σ |p − q|, the largest difference that any set of
+        tokens' probability can have; top1: share of positions with the same most likely token, the others being flips.
     """
     p, q = full.float().log_softmax(-1), other.float().log_softmax(-1)
     kl = (p.exp() * (p - q)).sum(-1).clamp_min(0).mean()
-    return {"kl": round(float(kl), 6), "top1": round(float((p.argmax(-1) == q.argmax(-1)).float().mean()), 5)}
+    tv = (p.exp() - q.exp()).abs().sum(-1).mean() / 2
+    same = (p.argmax(-1) == q.argmax(-1)).float().mean()
+    return {"kl": round(float(kl), 6), "tv": round(float(tv), 6), "top1": round(float(same), 5)}
 
 
 def costs(windows: Sequence[AttentionWindow]) -> list[Tensor]:

@@ -189,9 +189,10 @@ def cell_of(row: Mapping[str, Any]) -> Cell:
 
 _KINDS = {
     **dict.fromkeys(("config", "prompt", "regime", "policy", "budget", "task", "answer"), ("text", (str,))),
-    **dict.fromkeys(("length", "tokens", "kv_bytes", "new_tokens", "score", "nll", "kl", "top1", "kept", "bytes"), (
-        "a number", (float, int)
-    )),
+    **dict.fromkeys(
+        ("length", "tokens", "kv_bytes", "new_tokens", "score", "nll", "kl", "tv", "top1", "kept", "bytes"),
+        ("a number", (float, int)),
+    ),
     **dict.fromkeys(("shift", "overlap"), ("an object", (dict,))),
 }  # fmt: skip
 _NEEDED = {"prompt": ("prompt",), "answer": ("prompt", "regime", "policy", "budget")}

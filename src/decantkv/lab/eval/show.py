@@ -16,7 +16,7 @@ from decantkv.lab.eval.results import taken
 from decantkv.lab.eval.statistics import REPEATED, Summary, best_on_the_other_half, tables
 
 WIDE = 180  # columns of a console that is no terminal
-_NUMBERS = ("lose >10 %", "Δ length", "Δ nll", "output shift", "predicted", "n")
+_NUMBERS = ("lose >10 %", "Δ length", "Δ nll", "total variation", "output shift", "predicted", "n")
 _MARKS = "* 0 is outside the 95 % interval; ** also with Holm's correction for all differences of this table"
 
 
@@ -173,7 +173,7 @@ def fitted(
 
 
 def fidelity(rows: Sequence[Mapping[str, Any]], *, reference: str = "dropkv", width: int = WIDE) -> list[RichTable]:
-    """A table per length and regime: KL, its paired difference, top-1 agreement, output shift, kept-set overlap."""
+    """A table per length and regime: KL, total variation and top-1 against the full cache, output shift, overlap."""
     length_of = {row["prompt"]: row["length"] for row in rows if row["row"] == "prompt"}
     cells: dict[tuple[int, str, str, str], dict[str, Mapping[str, Any]]] = {}
     for row in rows:
@@ -183,8 +183,8 @@ def fidelity(rows: Sequence[Mapping[str, Any]], *, reference: str = "dropkv", wi
     shown = []
     for length, regime in sorted({key[:2] for key in cells}):
         here = {key: found for key, found in cells.items() if key[:2] == (length, regime)}
-        names = ["method", "budget", "bytes", "KL to full [95 %]", f"− {reference} [95 %]", "top-1 [95 %]"]
-        names += ["output shift", "predicted", f"overlap with {reference}", "n"]
+        names = ["method", "budget", "bytes", "KL to full [95 %]", f"− {reference} [95 %]"]
+        names += ["total variation", "top-1 [95 %]", "output shift", "predicted", f"overlap with {reference}", "n"]
         lines = []
         differences = {key: _difference(found, here.get((*key[:3], reference), {})) for key, found in here.items()}
         compared = {key: one for key, one in differences.items() if one and key[3] != reference}
@@ -193,7 +193,7 @@ def fidelity(rows: Sequence[Mapping[str, Any]], *, reference: str = "dropkv", wi
             against = f"{compared[key]}{_mark(compared[key], stands[key])}" if key in compared else ""
             columns = _fidelity_columns(found, against, reference)
             lines.append([key[3], key[2], f"{_mean(found, 'bytes'):.1%}", *columns, str(len(found))])
-        drop = ("n", "predicted", "output shift", names[-2], "top-1 [95 %]", "bytes", names[4])
+        drop = ("n", "predicted", "output shift", names[-2], "top-1 [95 %]", "bytes", "total variation", names[4])
         title = f"{length} tokens, regime: {regime}"
         shown.append(fitted(names, lines, drop, width, title=title, caption=_MARKS if compared else ""))
     return shown
@@ -208,8 +208,10 @@ def _fidelity_columns(found: Mapping[str, Mapping[str, Any]], against: str, refe
     real, predicted = (
         f"{np.mean([np.mean(shift[name]) for shift in shifts]):.3f}" if shifts else "" for name in ("real", "predicted")
     )
+    tv = [row["tv"] for row in found.values() if "tv" in row]  # rows of earlier versions have none
     shared = [row["overlap"][reference] for row in found.values() if reference in row.get("overlap", {})]
-    return (str(kl), against, str(top1), real, predicted, f"{np.mean(shared):.2f}" if shared else "")
+    shift = (f"{np.mean(tv):.3f}" if tv else "", str(top1), real, predicted)
+    return (str(kl), against, *shift, f"{np.mean(shared):.2f}" if shared else "")
 
 
 def _difference(found: Mapping[str, Mapping[str, Any]], base: Mapping[str, Mapping[str, Any]]) -> Interval | None:

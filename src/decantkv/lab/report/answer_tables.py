@@ -34,7 +34,7 @@ from decantkv.lab.eval.statistics import able, best_on_the_other_half
 
 AXES = ("lengths", "regimes", "budgets", "tasks")
 SHORT = {"aware": "read before", "aware-question": "answer prefix unread", "agnostic": "late"}
-MEASURES = ("score", "nll", "kl", "top1")
+MEASURES = ("score", "nll", "kl", "tv", "top1")
 
 
 @dataclass(frozen=True, eq=False)
