@@ -98,7 +98,7 @@ def test_vllm_by_either_name_and_what_was_tried():
             assert seams.proved in verdict.reason
 
 
-def test_this_machine_agrees_with_what_really_happens():
+def test_this_machine_agrees_with_what_really_happens(monkeypatch):
     machine = look()
     assert machine.packages["torch"] in (torch.__version__, PUBLIC)  # a build may say more: +cu130
     assert len(machine.gpus) == torch.cuda.device_count()
@@ -106,8 +106,10 @@ def test_this_machine_agrees_with_what_really_happens():
     assert found["attach and generate"].works, "these tests import transformers"
     device = "cuda" if machine.gpus else "cpu"
     q, k = torch.randn(1, 4, 2, 16, device=device), torch.randn(1, 2, 20, 16, device=device)
-    chosen = scoring._choose("perturbation", make_window(q, k, k), "sum", {})
-    assert f"takes {chosen}" in found['impl="auto"'].reason
+    taken, module = [], scoring._module
+    monkeypatch.setattr(scoring, "_module", lambda impl: taken.append(impl) or module(impl))
+    scoring.compute("perturbation", make_window(q, k, k))
+    assert f"takes {taken[-1]}" in found['impl="auto"'].reason
 
 
 def test_the_versions_are_those_of_the_package():
