@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+LARGE_SHARED = 200_000  # bytes of a multiprocessor's shared memory that only data centres' GPUs have, from Hopper on
+
 
 @dataclass(frozen=True)
 class Device:
@@ -100,6 +102,8 @@ def attend_blocks(
             keys, warps = 64, 4
     elif hopper and block <= 32 and not wide:
         keys, warps = 64, 4
+    elif itemsize == 2 and block == 32 and not (wide or keys_first or device.warpgroups):
+        keys = 64 if device.shared_bytes > LARGE_SHARED else keys  # at 32, Triton 3.9 spills for sm100
     return _fit(block, keys, (bd + 2 * bdv) * itemsize, (bd + bdv) * itemsize, warps, stages, device)
 
 
