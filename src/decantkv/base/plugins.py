@@ -1,4 +1,4 @@
-"""What others bring: entry points of installed packages, and classes in a user's file."""
+"""Load code of others: entry points of installed packages, and classes in a user's file."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Parts:
-    """What a chat has beside the user's message, and which of it is always kept."""
+    """The parts of a chat beside the user's message, and which of them are always kept."""
 
     system: str = ""
     tools: tuple[Any, ...] = ()

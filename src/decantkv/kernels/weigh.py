@@ -49,7 +49,7 @@ def output_metric(output_projection: Tensor, heads: int) -> tuple[Tensor, Tensor
 
 
 class NormCut(NamedTuple):
-    """How the norms' kernel is cut: blocks, keys per split, splits, and the constants HALF, BLOCKS and TOGETHER."""
+    """The norms' kernel's cut: blocks, keys per split, splits, and the constants HALF, BLOCKS and TOGETHER."""
 
     blocks: Blocks
     keys_per_split: int

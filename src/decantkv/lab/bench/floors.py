@@ -134,7 +134,7 @@ def scores(win: AttentionWindow, plan: Plan | None) -> Tensor:
 
 
 def contenders(shape: Shape, sweep: bool) -> dict[str, Plan | None]:
-    """What is timed for a shape."""
+    """Return the plans that are timed for a shape, by name."""
     others = cuts(shape.rows, shape.geometry.head_dim) if sweep else ()
     return {"as planned": None, **{str(cut): planned(shape, cut) for cut in others}}
 

@@ -36,7 +36,7 @@ def factor(w_o: Tensor) -> Tensor:
 
 
 class Contract(NamedTuple):
-    """What scores must be, and how far they may be from it: [B, H, N] float64."""
+    """Exact scores and their largest allowed errors, [B, H, N] float64 each."""
 
     expected: Tensor
     allowed: Tensor

@@ -28,7 +28,7 @@ class Repeated(NamedTuple):
 
     @property
     def same(self) -> bool:
-        """Whether both answers are the same text."""
+        """Return whether both answers are the same text."""
         return bool(self.then["answer"] == self.now["answer"])
 
 

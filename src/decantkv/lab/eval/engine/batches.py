@@ -42,7 +42,7 @@ class Limits:
 
 
 class Size(NamedTuple):
-    """What a batch needs memory for: what its rows store, and room for new tokens in each of them."""
+    """Numbers that a batch's memory follows from: the tokens that its rows store, and room for new ones in each."""
 
     rows: int = 0
     token: int = 0  # bytes of a token's keys and values

@@ -56,7 +56,7 @@ class Watching(Policy):
 
 @dataclass(frozen=True)
 class Copy:
-    """What is kept of one prompt.
+    """The kept part of one prompt.
 
     Attributes:
         stores: per layer, packed: every slot holds a token.
@@ -74,7 +74,7 @@ class Cut:
     Attributes:
         ids: [1, N] token ids.
         layers: the phase of each layer, whose keys and values later cuts share.
-        rotate: turns keys by positions, for methods that need it; None where none does.
+        rotate: turns keys by positions; None if no method needs it.
         scores: settings' `score_key` -> per layer [1, H, N] float32.
         earlier: the scores of the cut before this one.
     """
@@ -131,7 +131,7 @@ class Cut:
 
     @torch.no_grad()
     def copy(self, settings: Settings | None, bits: int = 0) -> Copy:
-        """What these settings keep.
+        """Return what these settings keep.
 
         Args:
             settings: None for the whole prompt; `bits` that each of its numbers then goes through, or 0.
@@ -157,17 +157,17 @@ class Cut:
 
 
 def _two_stages(method: Method) -> bool:
-    """Whether the method looks at a layer once more when it selects."""
+    """Return whether the method looks at a layer once more when it selects."""
     return type(method).rank is not Method.rank
 
 
 def _two_sources(settings: Settings) -> bool:
-    """Whether scores by a rehearsal are put beside those of the prompt's own window."""
+    """Return whether scores by a rehearsal are put beside those of the prompt's own window."""
     return settings.rehearsal is not None and settings.rehearsal.window
 
 
 def _stored(prompt: Waiting, kept: Kept, layer: int) -> RaggedStore:
-    """What is kept of one layer, which is a row of `kept`."""
+    """Return the store of one layer, which is a row of `kept`."""
     here, rows = slice(layer, layer + 1), kept.rows
     one = Kept(kept.indices[here], kept.counts[here], None if rows is None else rows[here])
     if rows is None:
